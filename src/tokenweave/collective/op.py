@@ -1,0 +1,145 @@
+"""``fused_allreduce_rmsnorm``: the contract, its checks, and which transport runs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from tokenweave.collective import torch_backend
+from tokenweave.collective.workspace import Workspace
+from tokenweave.errors import CollectiveError
+from tokenweave.stages import Epilogue
+
+Layout = Literal["sharded", "replicated"]
+
+
+def fused_allreduce_rmsnorm(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    workspace: Workspace,
+    *,
+    channel: int = 0,
+    ctas: int | None = None,
+    cluster: int | None = None,
+    rows: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    has_residual: bool = True,
+    layout: Layout = "sharded",
+    post_norm: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All-reduce of ``partial`` over the workspace's group, residual add and RMSNorm, in one collective.
+
+    Every rank calls it in the same order with the same shapes and launch arguments.
+
+    Args:
+        partial: [tokens, hidden], this rank's partial sums; any tokens >= 0. In the workspace
+            (``workspace.buffer``) peers read it in place.
+        residual: [tokens, hidden], updated in place with the sum. With layout ``"sharded"`` only the owner's rows
+            (:func:`tokenweave.collective.rows.owned_rows`) are read and written; with ``"replicated"`` all rows on
+            every rank.
+        weight: [hidden], of the RMSNorm.
+        eps: added to the mean square.
+        workspace: of the tensor-parallel group.
+        channel: 0 <= channel < workspace.channels; collectives that may be in flight together need different ones.
+        ctas: thread blocks of the kernel (GPU transports), None for the default.
+        cluster: thread blocks per cluster (GPU transports), None for none.
+        rows: int64 [n], ascending: only these rows are normalised and sent (the sampled rows of a last stage).
+        out: [tokens or n, hidden] to write to; default: in place of ``partial``, or a new tensor if ``rows`` is given.
+        has_residual: False: nothing is added, ``residual`` only receives the sum (after an embedding).
+        layout: of ``residual``.
+        post_norm: [hidden], an RMSNorm of the sum before the residual add, or None.
+        weight_offset: added to both norm weights (Gemma: 1.0).
+        bias: [hidden], added once to the sum, or None.
+
+    Returns:
+        (rows, scales): the normalised rows [tokens or n, hidden], the same bits on every rank; scales is None unless
+        the output is quantised.
+
+    Raises:
+        CollectiveError: an argument breaks this contract.
+    """
+    epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
+    _check(partial, residual, epilogue, workspace, channel, rows, out, layout)
+    if out is None:
+        out = partial if rows is None else partial.new_empty(rows.numel(), workspace.hidden)
+    return torch_backend.fused(partial, residual, epilogue, workspace, rows, out, layout == "replicated"), None
+
+
+def allreduce_rmsnorm(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    workspace: Workspace,
+    *,
+    rows: torch.Tensor | None = None,
+    has_residual: bool = True,
+    post_norm: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sequential baseline: all-reduce, then residual add and RMSNorm of every row on every rank.
+
+    Arguments as :func:`fused_allreduce_rmsnorm`, with a replicated residual. ``partial`` is overwritten.
+
+    Returns:
+        [tokens or n, hidden], the normalised rows.
+    """
+    epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
+    _check(partial, residual, epilogue, workspace, 0, rows, None, "replicated")
+    return torch_backend.sequential(partial, residual, epilogue, workspace, rows)
+
+
+def _check(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    epilogue: Epilogue,
+    workspace: Workspace,
+    channel: int,
+    rows: torch.Tensor | None,
+    out: torch.Tensor | None,
+    layout: str,
+) -> None:
+    def expect(ok: bool, what: str) -> None:
+        if not ok:
+            raise CollectiveError(f"fused_allreduce_rmsnorm: {what}")
+
+    hidden, dtype = workspace.hidden, workspace.dtype
+    expect(
+        partial.dim() == 2 and partial.shape[1] == hidden and partial.dtype == dtype,
+        f"partial is {list(partial.shape)} {partial.dtype}; this workspace takes [tokens, {hidden}] {dtype}",
+    )
+    expect(
+        partial.shape[0] <= workspace.max_tokens,
+        f"partial has {partial.shape[0]} rows; this workspace holds {workspace.max_tokens}: raise max_tokens",
+    )
+    expect(partial.stride(1) == 1, f"partial has strides {partial.stride()}; its rows must be contiguous")
+    expect(
+        residual.shape == partial.shape and residual.dtype == dtype and residual.device == partial.device,
+        f"residual is {list(residual.shape)} {residual.dtype} on {residual.device}; expected partial's "
+        f"{list(partial.shape)} {dtype} on {partial.device}",
+    )
+    for name, vector in (("weight", epilogue.weight), ("post_norm", epilogue.post_norm), ("bias", epilogue.bias)):
+        if vector is not None:
+            expect(tuple(vector.shape) == (hidden,), f"{name} has shape {list(vector.shape)}; expected [{hidden}]")
+    expect(epilogue.eps >= 0, f"eps={epilogue.eps}; expected a number >= 0")
+    expect(
+        0 <= channel < workspace.channels, f"channel={channel}; this workspace has channels 0..{workspace.channels - 1}"
+    )
+    expect(layout in ("sharded", "replicated"), f"layout={layout!r}; expected 'sharded' or 'replicated'")
+    if rows is not None:
+        expect(
+            rows.dim() == 1 and rows.dtype == torch.int64,
+            f"rows is {list(rows.shape)} {rows.dtype}; expected [n] int64",
+        )
+    if out is not None:
+        n = partial.shape[0] if rows is None else rows.numel()
+        expect(
+            tuple(out.shape) == (n, hidden) and out.dtype == dtype,
+            f"out is {list(out.shape)} {out.dtype}; expected [{n}, {hidden}] {dtype}",
+        )

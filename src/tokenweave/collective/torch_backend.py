@@ -1,0 +1,137 @@
+"""The ``torch`` transport: torch.distributed on any device. The oracle of the other transports, the CPU path, the fall-back.
+
+A row's bits depend on its own data only: ranks are summed in fp32 in order 0..N-1, then the residual, one rounding, and
+one fixed reduction tree for the norm. Nothing depends on the row's owner, its neighbours or the cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from tokenweave.collective.rows import owned_rows
+from tokenweave.collective.workspace import Workspace
+from tokenweave.stages import Epilogue
+
+
+def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0) -> torch.Tensor:
+    """``h * rsqrt(mean(h^2) + eps) * (weight_offset + weight)`` over the last dimension.
+
+    Args:
+        h: [rows, hidden], float32.
+        weight: [hidden].
+
+    Returns:
+        [rows, hidden], float32. The mean is a fixed binary tree of fp32 additions, so that its bits do not depend on
+        how many rows there are (torch's own reductions may split differently by shape).
+    """
+    total = h * h
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        odd = total[..., 2 * half :]
+        total = total[..., :half] + total[..., half : 2 * half]
+        if odd.shape[-1]:
+            total = torch.cat([total, odd], dim=-1)
+    return h * torch.rsqrt(total / h.shape[-1] + eps) * (weight.float() + weight_offset)
+
+
+def reduced_rows(parts: list[torch.Tensor], residual: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+    """Sum in rank order, bias, post-norm, residual; fp32 until the one rounding to the partials' dtype. [rows, hidden]."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    if epilogue.bias is not None:
+        total = total + epilogue.bias.float()
+    if epilogue.post_norm is not None:
+        total = rms_norm(total, epilogue.post_norm, epilogue.eps, epilogue.weight_offset)
+    if residual is not None:
+        total = total + residual.float()
+    return total.to(parts[0].dtype)
+
+
+def normalised(h: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+    """The epilogue's norm of rounded residual rows, in their dtype."""
+    return rms_norm(h.float(), epilogue.weight, epilogue.eps, epilogue.weight_offset).to(h.dtype)
+
+
+def fused(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    epilogue: Epilogue,
+    workspace: Workspace,
+    rows: torch.Tensor | None,
+    out: torch.Tensor,
+    replicated: bool,
+) -> torch.Tensor:
+    """Reduce-scatter by rows, residual add and norm on the owned rows, all-gather. Arguments as ``op`` checked them."""
+    tokens, world = partial.shape[0], workspace.world_size
+    shards = [owned_rows(tokens, r, world) for r in range(world)]
+    mine = range(tokens) if replicated else shards[workspace.rank]
+    parts = _gather(partial, workspace) if replicated else _exchange(partial, [len(s) for s in shards], workspace)
+    own = residual[mine.start : mine.stop]
+    own.copy_(reduced_rows(parts, own if epilogue.has_residual else None, epilogue))
+    if replicated:
+        out.copy_(normalised(own if rows is None else own[rows], epilogue))
+        return out
+    if rows is None:
+        return _scatter_back(normalised(own, epilogue), [len(s) for s in shards], workspace, out)
+    # The sampled rows keep their owner. ``rows`` is ascending, so each owner's share of it is one run.
+    edges = torch.tensor([s.start for s in shards] + [tokens], device=rows.device)
+    bounds = torch.searchsorted(rows, edges).tolist()
+    wanted = rows[bounds[workspace.rank] : bounds[workspace.rank + 1]] - mine.start
+    counts = [hi - lo for lo, hi in itertools.pairwise(bounds)]
+    return _scatter_back(normalised(own[wanted], epilogue), counts, workspace, out)
+
+
+def sequential(
+    partial: torch.Tensor, residual: torch.Tensor, epilogue: Epilogue, workspace: Workspace, rows: torch.Tensor | None
+) -> torch.Tensor:
+    """The baseline: all-reduce every row, add the residual and normalise on every rank (replicated residual), in place."""
+    if workspace.world_size > 1 and partial.numel():
+        dist.all_reduce(partial, group=workspace.group)
+        _count(workspace, 2 * partial.nbytes * (workspace.world_size - 1) // workspace.world_size)
+    residual.copy_(reduced_rows([partial], residual if epilogue.has_residual else None, epilogue))
+    partial.copy_(normalised(residual, epilogue))
+    return partial if rows is None else partial[rows]
+
+
+def _exchange(partial: torch.Tensor, counts: list[int], workspace: Workspace) -> list[torch.Tensor]:
+    """Every rank's partial sums of my rows, in rank order."""
+    if workspace.world_size == 1:
+        return [partial]
+    mine = counts[workspace.rank]
+    received = partial.new_empty(workspace.world_size * mine, partial.shape[1])
+    if partial.numel():
+        dist.all_to_all_single(
+            received, partial.contiguous(), [mine] * workspace.world_size, counts, group=workspace.group
+        )
+        _count(workspace, partial.nbytes - mine * partial.shape[1] * partial.element_size())
+    return list(received.split(mine)) if mine else [received] * workspace.world_size
+
+
+def _gather(partial: torch.Tensor, workspace: Workspace) -> list[torch.Tensor]:
+    """Every rank's partial sums of all rows, in rank order."""
+    if workspace.world_size == 1:
+        return [partial]
+    received = [torch.empty_like(partial) for _ in range(workspace.world_size)]
+    if partial.numel():
+        dist.all_gather(received, partial.contiguous(), group=workspace.group)
+        _count(workspace, partial.nbytes * (workspace.world_size - 1))
+    return received
+
+
+def _scatter_back(own: torch.Tensor, counts: list[int], workspace: Workspace, out: torch.Tensor) -> torch.Tensor:
+    """All-gather of unequal shards: my rows to everyone, everyone's rows into ``out``, without padding rows."""
+    if workspace.world_size == 1 or not sum(counts):
+        return out.copy_(own)
+    world = workspace.world_size
+    dist.all_to_all_single(out, own.repeat(world, 1), counts, [counts[workspace.rank]] * world, group=workspace.group)
+    _count(workspace, own.nbytes * (world - 1))
+    return out
+
+
+def _count(workspace: Workspace, sent: int) -> None:
+    workspace.collectives += 1
+    workspace.bytes_sent += sent

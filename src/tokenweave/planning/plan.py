@@ -1,0 +1,45 @@
+"""What the planner decides for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Mode(str, Enum):
+    """How a step walks the stages."""
+
+    SEQUENTIAL = "sequential"  # all-reduce, residual add, RMSNorm on every rank
+    FUSED = "fused"  # one split, the fused collective
+    WOVEN = "woven"  # two splits, one's collective beside the other's compute
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one step of ``tokens`` rows is run. A pure function of what all ranks know, so ranks always agree.
+
+    Attributes:
+        mode: sequential, fused or woven.
+        split: rows in the prefix; None unless ``mode`` is woven, then 0 < split < tokens.
+        ctas: thread blocks of the fused collective (one SM each); None where the transport has no such choice.
+        cluster: thread blocks per cluster of the collective's launch; None for no clusters.
+        gemm_sms: SMs left to each GEMM, keyed by (GEMM name, split name) such as ``("gate_up", "prefix")``.
+    """
+
+    mode: Mode
+    split: int | None = None
+    ctas: int | None = None
+    cluster: int | None = None
+    gemm_sms: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.split is not None) != (self.mode is Mode.WOVEN):
+            raise ValueError(
+                f"Plan: split={self.split} with mode={self.mode}: a split belongs to a woven plan and only to it"
+            )
+        if self.split is not None and self.split < 1:
+            raise ValueError(f"Plan: split={self.split}: a woven plan needs at least one row in its prefix")

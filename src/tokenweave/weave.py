@@ -1,0 +1,46 @@
+"""The schedule: one loop over (stage, split).
+
+Sequential, fused and woven differ in how many splits there are, which collective runs and on which stream; the loop is
+the same. In-order streams give the overlap: attention(prefix) runs beside collective(suffix, previous stage), then
+attention(suffix) beside collective(prefix, attention), and so on. The suffix's attention reads the K/V that the prefix
+wrote one call earlier on the same compute stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tokenweave.collective.workspace import Workspace
+from tokenweave.overlap import Overlap
+from tokenweave.stages import Epilogue, Split, Stage
+
+Collective = Callable[[torch.Tensor, torch.Tensor, Epilogue, torch.Tensor | None], torch.Tensor]
+"""(partial, residual, epilogue, rows) -> normalised rows, the same on every rank; ``rows`` as ``Split.sampled``."""
+
+
+def run_stages(
+    stages: Sequence[Stage],
+    splits: Sequence[Split],
+    collective: Collective,
+    workspace: Workspace,
+    overlap: Overlap,
+) -> list[torch.Tensor]:
+    """Walks ``stages`` over ``splits`` (one: sequential or fused; two: woven).
+
+    Returns:
+        per split, the final-norm rows named by ``Split.sampled`` (all rows if it is None), [n, hidden], ready on the
+        current stream.
+    """
+    last = len(stages) - 1
+    for index, stage in enumerate(stages):
+        for split in splits:
+            x = None if split.pending is None else overlap.wait(split.pending)
+            if x is not None and not stage.in_place:
+                split.region = 1 - split.region
+            out = workspace.buffer(split.tokens, start=split.start, region=split.region)
+            stage.compute(x, split.inputs, out)
+            rows = split.sampled if index == last else None
+            split.pending = overlap.run(collective, out, split.residual, stage.epilogue, rows)
+    return [overlap.wait(split.pending) for split in splits]
