@@ -1,0 +1,43 @@
+"""Fixtures and markers that every test may use. ``run_ranks`` is in ``ranks.py``: ``from ranks import run_ranks``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: rank processes share the cores with the tests
+
+import pytest
+import torch
+
+from ranks import close_pools
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file; fails, rather than skips, where it cannot be had."""
+    from fetch_smollm2 import FetchError, fetch_smollm2
+
+    try:
+        return fetch_smollm2()
+    except FetchError as error:
+        pytest.fail(f"this test needs SmolLM2's weights: {error}", pytrace=False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is None:
+            continue
+        needed = marker.kwargs.get("count", 1)
+        if gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU(s); torch.cuda sees {gpus}"))
+
+
+def pytest_sessionfinish() -> None:
+    close_pools()
