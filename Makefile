@@ -1,0 +1,41 @@
+# make demo   real weights answer a prompt on this machine, tensor parallel over 2 processes
+# make test   lint, types and the whole test suite, in an environment of its own
+#
+# Needs Python 3.10 or newer with venv and pip, and nothing else. TORCH is what pip is asked for where the environment
+# has no torch yet; where that would be gigabytes of CUDA that you don't want:
+#   make demo TORCH="torch==2.13.0 --index-url URL_OF_A_CPU_INDEX"
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+PROMPT ?= Explain in three sentences why the sky is blue.
+
+# One thread a process: the demo and the tests run several processes on few cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint format clean
+
+demo: .venv/.ready
+	@echo "demo: fetching SmolLM2-135M-Instruct (98 MB, once)"
+	@model=$$(.venv/bin/python scripts/fetch_smollm2.py) && \
+	.venv/bin/tokenweave generate --model "$$model" --tp 2 --chat --max-tokens 128 --prompt "$(PROMPT)"
+
+test: lint
+	.venv-test/bin/python -m pytest
+
+lint: .venv-test/.ready
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/mypy
+
+format: .venv-test/.ready
+	.venv-test/bin/ruff check --fix .
+	.venv-test/bin/ruff format .
+
+clean:
+	rm -rf .venv .venv-test build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+.venv/.ready: pyproject.toml scripts/make_venv.sh
+	@sh scripts/make_venv.sh .venv . "$(PYTHON)" "$(TORCH)"
+
+.venv-test/.ready: pyproject.toml scripts/make_venv.sh
+	@sh scripts/make_venv.sh .venv-test '.[test]' "$(PYTHON)" "$(TORCH)"

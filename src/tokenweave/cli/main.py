@@ -1,0 +1,72 @@
+"""``tokenweave COMMAND ...``: dispatch, and what an error looks like to a user."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tokenweave import __version__
+from tokenweave.errors import TokenWeaveError
+
+COMMANDS = {
+    "generate": "answer prompts with a tensor-parallel model",
+    "plan": "show how a batch would be run on given GPUs, with its waves and predicted times",
+    "doctor": "show what this machine has, which transport would be used, and what is missing",
+}
+"""Subcommand -> help. Each is a module of this package, imported only when it is the one that runs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: the arguments after the program's name; None for ``sys.argv``'s.
+
+    Returns:
+        The exit code: the subcommand's own, 2 for an error that the user can act on, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: argparse printed help, the version or a usage error.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parser(argv).parse_args(argv)
+        return int(args.run(args))
+    except TokenWeaveError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "tokenweave":
+            raise
+        return _fail(
+            f"the package {error.name!r} is not installed; `tokenweave doctor` says how to get what is missing"
+        )
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # e.g. `| head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains again
+        return 141
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenweave", description="Hides the communication of tensor-parallel LLM inference."
+    )
+    parser.add_argument("--version", action="version", version=f"tokenweave {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((arg for arg in argv if not arg.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if name == chosen:
+            module = importlib.import_module(f"tokenweave.cli.{name}")
+            module.add_parser(subparsers)
+            subparsers.choices[name].set_defaults(run=module.run)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def _fail(message: str) -> int:
+    print(f"tokenweave: error: {message}", file=sys.stderr)
+    return 2
