@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tokenweave.errors import ModelError
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 
 
 @dataclass(frozen=True)
@@ -21,17 +29,23 @@ class ModelConfig:
     """One decoder-only transformer.
 
     Attributes:
-        family: ``"llama"``, ``"qwen2"``, ``"qwen3"`` or ``"mixtral"``.
+        family: ``"llama"`` (Mistral too), ``"qwen2"``, ``"qwen3"`` or ``"mixtral"``.
         hidden, intermediate, layers, vocab: sizes; ``intermediate`` is one expert's for mixture-of-experts.
         heads, kv_heads, head_dim: attention.
         context: longest sequence, tokens.
         norm_eps: of every RMSNorm.
         rope_theta, rope_scaling: rotary embedding.
+        rope_divisors: [head_dim / 2] numbers that the rotary frequencies are divided by (linear scaling; GGUF files
+            store Llama-3.x scaling so), or empty.
         qkv_bias: Qwen2. qk_norm: Qwen3 (RMSNorm over head_dim of q and k, before the rotary embedding).
+        output_bias, mlp_bias: of the attention's output projection and of the MLP's three (some Llama-like models).
         tied_embeddings: the head reuses the embedding's weight.
         experts, experts_per_token: mixture-of-experts, 0 for dense.
         eos_token_ids: any of these ends a request.
         bos_token_id: None where the tokenizer adds none.
+
+    Raises:
+        ModelError: numbers that no model of these families can have.
     """
 
     family: str
@@ -46,10 +60,92 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_divisors: tuple[float, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
     tied_embeddings: bool = False
     experts: int = 0
     experts_per_token: int = 0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        def expect(ok: bool, what: str) -> None:
+            if not ok:
+                raise ModelError(f"model config: {what}")
+
+        expect(self.family in FAMILIES, f"family {self.family!r}; expected one of {', '.join(FAMILIES)}")
+        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context"):
+            value = getattr(self, name)
+            expect(type(value) is int and value > 0, f"{name} is {value!r}; expected a positive integer")
+        expect(
+            self.heads % self.kv_heads == 0,
+            f"{self.heads} query heads over {self.kv_heads} key/value heads; expected a multiple",
+        )
+        expect(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; the rotary embedding needs an even number")
+        expect(
+            len(self.rope_divisors) in (0, self.head_dim // 2),
+            f"{len(self.rope_divisors)} rotary divisors; expected head_dim / 2 = {self.head_dim // 2}",
+        )
+        expect(self.norm_eps > 0 and self.rope_theta > 0, f"norm_eps {self.norm_eps}, rope_theta {self.rope_theta}")
+        expect(
+            0 <= self.experts_per_token <= self.experts and (self.experts > 0) == (self.experts_per_token > 0),
+            f"{self.experts_per_token} experts per token of {self.experts}",
+        )
+        expect(
+            (self.family == "mixtral") == (self.experts > 0),
+            f"family {self.family!r} with {self.experts} experts; mixture-of-experts is supported as mixtral only",
+        )
+
+
+def builtin_names() -> list[str]:
+    """Names that :func:`read_config` knows without a file."""
+    folder = resources.files("tokenweave.models") / "configs"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def read_config(path_or_name: str | Path) -> ModelConfig:
+    """The numbers of a model.
+
+    Args:
+        path_or_name: a Hugging Face folder with config.json, a .gguf file, or one of :func:`builtin_names` in any case.
+
+    Raises:
+        ModelError: there is nothing of that name, the file is damaged, or the model needs something that is not
+            supported (a sliding window, logit soft-caps, other rotary scalings, ...).
+    """
+    path = Path(path_or_name)
+    if path.exists():
+        return read_model_config(path)
+    names = builtin_names()
+    for name in names:
+        if name.casefold() == str(path_or_name).casefold():
+            return _read_builtin(name)
+    raise ModelError(
+        f"no model {str(path_or_name)!r}: there is no such file or folder, and it is none of the built-in "
+        f"configurations: {', '.join(names)}"
+    )
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """As :func:`read_config`, of an existing model's folder or file (a built-in name has no weights)."""
+    # Imported here: both readers build a ModelConfig, so they import this module.
+    from tokenweave.models.gguf_config import read_gguf_config
+    from tokenweave.models.hf_config import read_hf_config
+
+    if path.is_dir():
+        return read_hf_config(path)
+    if path.is_file():
+        return read_gguf_config(path)
+    raise ModelError(f"{path}: no such model; expected a Hugging Face folder with config.json or a .gguf file")
+
+
+def _read_builtin(name: str) -> ModelConfig:
+    text = (resources.files("tokenweave.models") / "configs" / f"{name}.json").read_text(encoding="utf-8")
+    numbers: dict[str, Any] = json.loads(text)
+    if numbers.get("rope_scaling") is not None:
+        numbers["rope_scaling"] = RopeScaling(**numbers["rope_scaling"])
+    numbers["eos_token_ids"] = tuple(numbers.get("eos_token_ids", ()))
+    return ModelConfig(**numbers)
