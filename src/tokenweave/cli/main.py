@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         args = _parser(argv).parse_args(argv)
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()  # here, where a reader that went away is known to be no error
+        return code
     except TokenWeaveError as error:
         return _fail(str(error))
     except ModuleNotFoundError as error:

@@ -1,0 +1,149 @@
+"""``tokenweave doctor``: this machine as it is, and machines with GPUs as a faked torch and nvidia-smi tell of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tokenweave import doctor
+from tokenweave.cli.doctor import text
+from tokenweave.cli.main import main
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tPHB\tNODE\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tNV4\tNODE\t0-31\t0\t\tN/A
+GPU2\tPHB\tNV4\t X \tSYS\t0-31\t0\t\tN/A
+NIC0\tNODE\tNODE\tSYS\t X
+
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def _gpus(count: int, *, capability=(9, 0), multicast=True) -> tuple[doctor.Gpu, ...]:
+    return tuple(doctor.Gpu(i, "NVIDIA H200", capability, 132, 143_771 << 20, multicast) for i in range(count))
+
+
+@pytest.fixture
+def two_h200(monkeypatch):
+    """A torch that sees two H200 with NVLink, whatever this machine has."""
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=1 << 37)
+    cuda = SimpleNamespace(
+        device_count=lambda: 2,
+        is_available=lambda: True,
+        get_device_properties=lambda index: properties,
+        can_device_access_peer=lambda a, b: True,
+        nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
+    )
+    fake = SimpleNamespace(__version__="2.11.0+cu130", version=SimpleNamespace(cuda="13.0"), cuda=cuda)
+    monkeypatch.setattr(doctor, "_torch", lambda: (fake, ""))
+    monkeypatch.setattr(doctor, "_backends", lambda torch: ["gloo", "nccl 2.28.9"])
+    monkeypatch.setattr(doctor, "_multicast", lambda index: True)
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *args: TOPOLOGY if args[0] == "topo" else "580.159.04\n")
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_this_machine(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch       {torch.__version__}" in out
+    assert "gloo" in out
+    assert "transport   torch" in out or torch.cuda.device_count() > 1
+
+
+def test_json_has_the_same_facts(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["torch"] == torch.__version__
+    assert report["broken"] is False
+    assert len(report["gpus"]) == torch.cuda.device_count()
+    assert all(report["packages"].values())
+    assert {"numpy", "gguf", "tokenizers"} <= report["packages"].keys()
+
+
+def test_without_torch_it_says_so_and_how_to_get_it():
+    code = "import sys; sys.modules['torch'] = None; from tokenweave.cli.main import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "PROBLEM: torch is not installed\n    pip install 'torch>=2.11'" in done.stdout
+    assert "transport   none" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_damaged_torch_is_a_problem_and_no_crash(monkeypatch, capsys):
+    def damaged(name):
+        raise OSError("libtorch.so: cannot open shared object file")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", damaged)
+    report = doctor.examine()
+    assert report.broken
+    assert "torch does not import: OSError: libtorch.so" in text(report)
+
+
+def test_missing_packages_are_named_with_the_command_that_gets_them(monkeypatch):
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("gguf", "tqdm") else version(name))
+    report = doctor.examine()
+    assert report.broken
+    assert "PROBLEM: missing: gguf, tqdm\n    pip install 'gguf>=0.10' 'tqdm>=4.64'" in text(report)
+
+
+def test_two_gpus(two_h200):
+    report = doctor.examine()
+    shown = text(report)
+    assert "GPU 1       NVIDIA H200, sm_90, 132 SMs, 128 GiB" in shown
+    assert "GPU 0-1     peer access, 18 NVLinks" in shown
+    assert "driver      580.159.04" in shown
+    assert report.multicast.value == "yes"
+    assert not report.broken
+
+
+def test_gpu_packages_are_asked_for_only_where_there_are_gpus(two_h200, monkeypatch):
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if "cuda" in name else version(name))
+    report = doctor.examine()
+    (advice,) = report.advice
+    assert advice.remedy.startswith("pip install 'cuda-core>=")
+    assert not report.broken
+
+
+def test_a_cpu_build_of_torch_beside_a_driver_is_pointed_out(two_h200, monkeypatch):
+    fake, _ = doctor._torch()
+    fake.cuda.device_count = lambda: 0
+    fake.version.cuda = None
+    assert "torch is a build without CUDA" in text(doctor.examine())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "value", "why"),
+    [
+        ((), {}, "no", "none here"),
+        (_gpus(1), {}, "no", "1 here"),
+        (_gpus(2, capability=(8, 0)), {}, "no", "sm_80"),
+        (_gpus(2, multicast=False), {}, "no", "driver says"),
+        (_gpus(2), {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, "no", "TORCH_SYMM_MEM_DISABLE_MULTICAST"),
+        (_gpus(2), {"NCCL_NVLS_ENABLE": "0"}, "no", "NCCL_NVLS_ENABLE=0"),
+        (_gpus(2, multicast=None), {}, "unknown", "cuda-bindings"),
+        (_gpus(2), {"NCCL_NVLS_ENABLE": "1"}, "yes", "nothing switches it off"),
+    ],
+)
+def test_multicast_or_not_and_why(gpus, environment, value, why):
+    verdict = doctor.judge_multicast(gpus, environment)
+    assert verdict.value == value
+    assert why in verdict.why
+
+
+def test_topology_as_nvidia_smi_prints_it():
+    links = doctor.parse_topology(TOPOLOGY)
+    assert links[0, 1] == links[1, 0] == 18
+    assert links[1, 2] == 4
+    assert links[0, 2] == 0
+    assert (0, 0) not in links
+    assert doctor.parse_topology("") == {}
