@@ -1,0 +1,301 @@
+"""One rank's engine: schedules a step, walks the stages, samples, and says what came out.
+
+All ranks of a group run the same steps in lockstep. Nothing is agreed upon on the way: they are given the same requests,
+schedule and plan by pure functions of what all of them know, and sample from logits that have the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
+from tokenweave.engine.batch import Chunk, rows_of, splits_of
+from tokenweave.engine.kv_cache import KVCache
+from tokenweave.engine.sampling import sample
+from tokenweave.engine.scheduler import NewRequest, Request, Scheduler
+from tokenweave.engine.text import Decoder, TextStream
+from tokenweave.models.config import ModelConfig
+from tokenweave.overlap import Inline, Overlap
+from tokenweave.planning.plan import Mode, Plan
+from tokenweave.stages import Epilogue, Stage
+from tokenweave.weave import Collective, run_stages
+
+log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """What the engine needs of a model: one rank's weights as a stage list, and its head."""
+
+    config: ModelConfig
+    kv_heads_local: int
+
+    def stages(self, kv: KVCache) -> list[Stage]: ...
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a request ended.
+
+    Attributes:
+        reason: ``"stop"`` (end of sequence, a stop token or a stop string) or ``"length"``.
+        ttft_ms: milliseconds from the request's arrival to its first token, waiting included.
+        total_ms: milliseconds from its arrival to its last token.
+        mode_counts: mode -> steps that computed some of its tokens.
+    """
+
+    reason: str
+    ttft_ms: float
+    total_ms: float
+    mode_counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One sampled token. ``finished`` is set with the request's last one."""
+
+    request: int
+    token_id: int
+    finished: Finished | None = None
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did on this rank.
+
+    Attributes:
+        mode, split: as the step ran.
+        prefill_tokens, decode_tokens: its rows.
+        seconds: from scheduling to the sampled tokens.
+        collectives, bytes_sent: of the stages, by this rank.
+    """
+
+    mode: str
+    split: int | None
+    prefill_tokens: int
+    decode_tokens: int
+    seconds: float
+    collectives: int
+    bytes_sent: int
+
+
+@dataclass
+class _Progress:
+    """What the engine keeps about an unfinished request beside the scheduler's state."""
+
+    arrived: float
+    text: TextStream | None
+    first_token: float | None = None
+    modes: Counter[str] = field(default_factory=Counter)
+
+
+def forced(mode: Mode, choose: Callable[[int], Plan] | None = None) -> Callable[[int], Plan]:
+    """A planner that always answers ``mode``, except that a woven step needs two rows: one row runs fused.
+
+    Args:
+        mode: to use.
+        choose: asked for the cut of a woven step (any woven plan it gives is taken); halves where there is none.
+    """
+    warned = False
+
+    def plan(tokens: int) -> Plan:
+        nonlocal warned
+        if mode is not Mode.WOVEN:
+            return Plan(mode)
+        if tokens < 2:
+            if not warned:
+                log.info("mode=woven: steps of one row cannot be cut in two; they run fused and are counted as fused")
+                warned = True
+            return Plan(Mode.FUSED)
+        chosen = None if choose is None else choose(tokens)
+        return chosen if chosen is not None and chosen.mode is Mode.WOVEN else Plan(Mode.WOVEN, split=-(-tokens // 2))
+
+    return plan
+
+
+class Engine:
+    """One rank's engine.
+
+    Args:
+        model: this rank's part.
+        cache: its keys and values.
+        workspace: of the tensor-parallel group; its ``max_tokens`` is at least the scheduler's ``max_batch_tokens``.
+        scheduler: with as many cache rows as ``cache``.
+        plan: rows of a step -> its plan; the same function on all ranks.
+        overlap: runs the collectives of woven steps.
+        tokenizer: gives the tokenizer; only called for requests with stop strings.
+
+    Attributes:
+        steps: one record per step since the last :meth:`run` began.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        workspace: Workspace,
+        scheduler: Scheduler,
+        plan: Callable[[int], Plan],
+        overlap: Overlap,
+        tokenizer: Callable[[], Decoder],
+    ) -> None:
+        self.model = model
+        self.workspace = workspace
+        self.scheduler = scheduler
+        self.steps: list[StepRecord] = []
+        self._plan = plan
+        self._stages = model.stages(cache)
+        self._overlap = overlap
+        self._inline = Inline()
+        self._tokenizer = tokenizer
+        self._progress: dict[int, _Progress] = {}
+        self._residual = torch.empty(
+            scheduler.max_batch_tokens, workspace.hidden, dtype=workspace.dtype, device=workspace.device
+        )
+
+    def add(self, requests: Sequence[NewRequest]) -> None:
+        """Queues requests.
+
+        Raises:
+            RequestError: one of them can never be served; none of them was queued.
+        """
+        self.scheduler.add(requests)
+        now = time.perf_counter()
+        for request in requests:
+            text = TextStream(self._tokenizer(), request.params.stop) if request.params.stop else None
+            self._progress[request.number] = _Progress(now, text)
+
+    def run(self, requests: Sequence[NewRequest]) -> Iterator[list[TokenEvent]]:
+        """Adds requests and steps until no request is left; yields each step's events."""
+        self.steps = []
+        self.add(requests)
+        while self.scheduler.requests:
+            yield self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """Runs one step of at most ``max_batch_tokens`` rows; returns the tokens that it sampled, in batch order."""
+        began = time.perf_counter()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        plan = self._plan(rows_of(chunks))
+        collectives, bytes_sent = self.workspace.collectives, self.workspace.bytes_sent
+        rows = self.forward(chunks, plan)
+        # Counted before the head, which gathers by its own means.
+        collectives, bytes_sent = self.workspace.collectives - collectives, self.workspace.bytes_sent - bytes_sent
+        decodes = 0
+        for chunk in chunks:
+            self._progress[chunk.request].modes[str(plan.mode)] += 1
+            decodes += chunk.first >= self.scheduler.requests[chunk.request].prompt_tokens
+        events = self._sampled([chunk.request for chunk in chunks if chunk.sampled], rows)
+        seconds = time.perf_counter() - began
+        prefilled = rows_of(chunks) - decodes
+        self.steps.append(StepRecord(str(plan.mode), plan.split, prefilled, decodes, seconds, collectives, bytes_sent))
+        return events
+
+    def forward(self, chunks: Sequence[Chunk], plan: Plan) -> torch.Tensor:
+        """Walks the stages over one step.
+
+        Returns:
+            [number of chunks that are ``sampled``, hidden], their last tokens' rows after the final norm, in chunk order.
+        """
+        splits = splits_of(chunks, plan, self._residual)
+        overlap = self._overlap if len(splits) > 1 else self._inline
+        rows = run_stages(self._stages, splits, _collective(plan, self.workspace), self.workspace, overlap)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def close(self) -> None:
+        """Releases threads and the workspace; idempotent."""
+        self._overlap.close()
+        self.workspace.close()
+
+    def _sampled(self, numbers: list[int], rows: torch.Tensor) -> list[TokenEvent]:
+        if not numbers:
+            return []
+        requests = [self.scheduler.requests[number] for number in numbers]
+        uniforms = [0.0 if r.params.greedy else r.generator.random() for r in requests]
+        tokens = sample(self.model.logits(rows), [r.params for r in requests], uniforms)
+        now = time.perf_counter()
+        return [self._accept(request, token, now) for request, token in zip(requests, tokens, strict=True)]
+
+    def _accept(self, request: Request, token: int, now: float) -> TokenEvent:
+        """Appends a token to its request, and ends the request where it must end."""
+        progress = self._progress[request.number]
+        if progress.first_token is None:
+            progress.first_token = now
+        request.token_ids.append(token)
+        if progress.text is not None:
+            progress.text.push(token)
+        params = request.params
+        if (
+            (token in self.model.config.eos_token_ids and not params.ignore_eos)
+            or token in params.stop_token_ids
+            or (progress.text is not None and progress.text.stopped)
+        ):
+            reason = "stop"
+        elif request.generated >= request.max_tokens:
+            reason = "length"
+        else:
+            return TokenEvent(request.number, token)
+        self.scheduler.finish(request)
+        del self._progress[request.number]
+        ttft, total = (1000 * (t - progress.arrived) for t in (progress.first_token, now))
+        return TokenEvent(request.number, token, Finished(reason, ttft, total, dict(progress.modes)))
+
+
+def _collective(plan: Plan, workspace: Workspace) -> Collective:
+    if plan.mode is Mode.SEQUENTIAL:
+        return functools.partial(_sequential, workspace)
+    return functools.partial(_fused, workspace, plan)
+
+
+def _sequential(
+    workspace: Workspace, partial: torch.Tensor, residual: torch.Tensor, epilogue: Epilogue, rows: torch.Tensor | None
+) -> torch.Tensor:
+    return allreduce_rmsnorm(
+        partial,
+        residual,
+        epilogue.weight,
+        epilogue.eps,
+        workspace,
+        rows=rows,
+        has_residual=epilogue.has_residual,
+        post_norm=epilogue.post_norm,
+        weight_offset=epilogue.weight_offset,
+        bias=epilogue.bias,
+    )
+
+
+def _fused(
+    workspace: Workspace,
+    plan: Plan,
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    epilogue: Epilogue,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:
+    out, _ = fused_allreduce_rmsnorm(
+        partial,
+        residual,
+        epilogue.weight,
+        epilogue.eps,
+        workspace,
+        ctas=plan.ctas,
+        cluster=plan.cluster,
+        rows=rows,
+        has_residual=epilogue.has_residual,
+        post_norm=epilogue.post_norm,
+        weight_offset=epilogue.weight_offset,
+        bias=epilogue.bias,
+    )
+    return out
