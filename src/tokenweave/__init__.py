@@ -1,4 +1,7 @@
-"""TokenWeave hides the communication of tensor-parallel LLM inference."""
+"""TokenWeave hides the communication of tensor-parallel LLM inference.
+
+The public names are loaded when they are first used, so that ``import tokenweave`` costs nothing (torch takes seconds).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
+    from tokenweave.engine.sampling import SamplingParams
+    from tokenweave.llm import LLM, CompletionOutput, RequestOutput, Token
     from tokenweave.planning import Mode, Plan
     from tokenweave.stages import Epilogue, Split, Stage
     from tokenweave.weave import run_stages
@@ -14,36 +19,45 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
+    "CompletionOutput",
     "Epilogue",
     "Mode",
     "Plan",
+    "RequestOutput",
+    "SamplingParams",
     "Split",
     "Stage",
+    "Token",
     "Workspace",
     "allreduce_rmsnorm",
     "fused_allreduce_rmsnorm",
     "run_stages",
 ]
 
-# Imported on first use: `tokenweave --help` must not wait for torch, and `tokenweave doctor` must run without it.
 _HOMES = {
-    "Epilogue": "tokenweave.stages",
-    "Mode": "tokenweave.planning",
-    "Plan": "tokenweave.planning",
-    "Split": "tokenweave.stages",
-    "Stage": "tokenweave.stages",
-    "Workspace": "tokenweave.collective",
-    "allreduce_rmsnorm": "tokenweave.collective",
-    "fused_allreduce_rmsnorm": "tokenweave.collective",
-    "run_stages": "tokenweave.weave",
+    "LLM": "llm",
+    "CompletionOutput": "llm",
+    "Epilogue": "stages",
+    "Mode": "planning",
+    "Plan": "planning",
+    "RequestOutput": "llm",
+    "SamplingParams": "engine.sampling",
+    "Split": "stages",
+    "Stage": "stages",
+    "Token": "llm",
+    "Workspace": "collective",
+    "allreduce_rmsnorm": "collective",
+    "fused_allreduce_rmsnorm": "collective",
+    "run_stages": "weave",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next use finds it without coming here
     return value
 
 

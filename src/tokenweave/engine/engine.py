@@ -34,8 +34,11 @@ log = logging.getLogger(__name__)
 class Model(Protocol):
     """What the engine needs of a model: one rank's weights as a stage list, and its head."""
 
-    config: ModelConfig
-    kv_heads_local: int
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kv_heads_local(self) -> int: ...
 
     def stages(self, kv: KVCache) -> list[Stage]: ...
 

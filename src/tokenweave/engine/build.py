@@ -1,0 +1,181 @@
+"""From arguments to one rank's engine: device, dtype, weights, how many cache rows there are, the planner."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tokenweave.collective import Workspace
+from tokenweave.engine.engine import Engine, Model, forced
+from tokenweave.engine.kv_cache import KVCache
+from tokenweave.engine.scheduler import Scheduler
+from tokenweave.errors import RequestError
+from tokenweave.overlap import CpuThread, CudaStream
+from tokenweave.planning.plan import Mode, Plan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODES = ("auto", *(mode.value for mode in Mode))
+
+# Of the memory that is free once the weights are loaded. The rest of a GPU is for activations and the logits; a CPU
+# shares its memory with everything else, and its cache takes memory only as rows are first written.
+_CACHE_SHARE = {"cuda": 0.8, "cpu": 0.25}
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What every rank of an engine is given; checked when created.
+
+    Attributes:
+        model: Hugging Face folder or GGUF file.
+        tensor_parallel_size: ranks.
+        dtype: ``"auto"`` (cpu: float32, cuda: bfloat16), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        device: ``"auto"`` (cuda if there is a GPU per rank), ``"cpu"`` or ``"cuda"``.
+        mode: ``"auto"`` (the planner chooses each step's), ``"sequential"``, ``"fused"`` or ``"woven"``.
+        max_batch_tokens: most rows of a step; longer prompts are computed in chunks.
+        max_num_seqs: most requests that run at once.
+        cache_tokens: token positions of the KV cache; None: by the free memory.
+        max_context: longest sequence; None: the model's.
+
+    Raises:
+        RequestError: a value out of its range, or more ranks than GPUs.
+    """
+
+    model: str
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    device: str = "auto"
+    mode: str = "auto"
+    max_batch_tokens: int = 2048
+    max_num_seqs: int = 256
+    cache_tokens: int | None = None
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", ("auto", *DTYPES)), ("device", ("auto", "cpu", "cuda")), ("mode", MODES)):
+            if getattr(self, name) not in allowed:
+                raise RequestError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(allowed)}")
+        for name in ("tensor_parallel_size", "max_batch_tokens", "max_num_seqs", "cache_tokens", "max_context"):
+            value = getattr(self, name)
+            if value is None and name in ("cache_tokens", "max_context"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise RequestError(f"{name}={value!r}; expected an integer >= 1")
+        gpus = torch.cuda.device_count()
+        if self.device == "cuda" and gpus < self.tensor_parallel_size:
+            raise RequestError(
+                f"device='cuda' with tensor_parallel_size={self.tensor_parallel_size}; this machine has {gpus} GPUs that "
+                "torch can use: lower tensor_parallel_size, or take device='cpu'"
+            )
+
+    @property
+    def device_type(self) -> str:
+        """``"cpu"`` or ``"cuda"``: what ``device`` comes to on this machine."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.device_count() >= self.tensor_parallel_size else "cpu"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What ``dtype`` comes to on this machine."""
+        if self.dtype == "auto":
+            return torch.float32 if self.device_type == "cpu" else torch.bfloat16
+        return DTYPES[self.dtype]
+
+    @property
+    def backend(self) -> str:
+        """Of torch.distributed."""
+        return "cpu:gloo,cuda:nccl" if self.device_type == "cuda" else "gloo"
+
+
+def build_engine(
+    args: EngineArgs,
+    *,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Loads this rank's part of the model and puts an engine around it. Every rank of ``group`` calls it.
+
+    Args:
+        args: the same on all ranks.
+        rank: within ``group``; on CUDA also the GPU's number.
+        group: the tensor-parallel group; None for a single rank.
+        progress: called as the weights load, with (bytes so far, bytes in all).
+
+    Raises:
+        ModelError: the model cannot be loaded, or not with so many ranks.
+        RequestError: the context or the cache asked for cannot be had.
+    """
+    from tokenweave.models import load_model, load_tokenizer
+
+    device = torch.device(args.device_type, rank) if args.device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dtype = args.torch_dtype
+    model: Model = load_model(
+        args.model,
+        rank=rank,
+        world_size=args.tensor_parallel_size,
+        group=group,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+    )
+    config = model.config
+    context = config.context if args.max_context is None else args.max_context
+    if context > config.context:
+        raise RequestError(f"max_context={context}; this model's context is {config.context} tokens")
+    workspace = Workspace(group, max_tokens=args.max_batch_tokens, hidden=config.hidden, dtype=dtype, device=device)
+    row_bytes = 2 * config.layers * model.kv_heads_local * config.head_dim * dtype.itemsize
+    cache_rows = args.cache_tokens
+    if cache_rows is None:
+        cache_rows = _agreed(min(args.max_num_seqs * context, _cache_bytes(device, args) // row_bytes), group, device)
+    scheduler = Scheduler(
+        cache_rows=cache_rows,
+        context=context,
+        max_batch_tokens=args.max_batch_tokens,
+        max_num_seqs=args.max_num_seqs,
+        vocab=config.vocab,
+    )
+    cache = KVCache(config.layers, cache_rows, model.kv_heads_local, config.head_dim, dtype, device)
+    overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
+    tokenizer = functools.cache(lambda: load_tokenizer(args.model))
+    return Engine(model, cache, workspace, scheduler, _planner(args, model), overlap, tokenizer)
+
+
+def _planner(args: EngineArgs, model: Model) -> Callable[[int], Plan]:
+    if args.mode != "auto":
+        return forced(Mode(args.mode))
+    return forced(Mode.FUSED)
+
+
+def _cache_bytes(device: torch.device, args: EngineArgs) -> int:
+    """What this rank's cache may take."""
+    if device.type == "cuda":
+        return int(_CACHE_SHARE["cuda"] * torch.cuda.mem_get_info(device)[0])
+    return int(_CACHE_SHARE["cpu"] * _available_memory() / args.tensor_parallel_size)
+
+
+def _available_memory() -> int:
+    """Bytes that this machine can still give; where the kernel doesn't say, half of what it has."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _agreed(rows: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The fewest rows that any rank has memory for: schedules must be the same."""
+    if group is not None and dist.get_world_size(group) > 1:
+        fewest = torch.tensor([rows], device=device)
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=group)
+        rows = int(fewest.item())
+    return rows

@@ -1,0 +1,139 @@
+"""A rank's process: ``python -m tokenweave.engine.worker FD``, started by :mod:`tokenweave.engine.processes`.
+
+It talks with its parent over the socket with that file descriptor. From the parent: a :class:`WorkerArgs`, then lists of
+requests, then None to end. To the parent, tuples that begin with:
+
+- ``"progress"``, bytes so far, bytes in all (rank 0, while loading);
+- ``"ready"``;
+- ``"events"``, a step's events (rank 0);
+- ``"done"``, the steps' records (rank 0; else an empty list);
+- ``"refused"``, message: these requests can never be served; the rank goes on;
+- ``"failed"``, a :class:`Failure`: the rank ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from tokenweave import errors
+from tokenweave.engine.build import EngineArgs, build_engine
+from tokenweave.engine.engine import Engine
+from tokenweave.engine.scheduler import NewRequest
+from tokenweave.errors import CollectiveError, RequestError, TokenWeaveError
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class WorkerArgs:
+    """What a rank's process needs to begin.
+
+    Attributes:
+        port: of the parent's TCPStore on 127.0.0.1, where the ranks meet.
+        die_with_thread: the kernel may end this process with the thread that started it (Linux), because that thread
+            lives as long as its process.
+    """
+
+    engine: EngineArgs
+    rank: int
+    port: int
+    die_with_thread: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ends.
+
+    Attributes:
+        error: name of the TokenWeaveError that it is, or None.
+        message: of the error; of any other exception its type and its text.
+        trace: the traceback.
+        secondary: True if it may be no more than the echo of another rank's end (a broken connection).
+    """
+
+    error: str | None
+    message: str
+    trace: str
+    secondary: bool
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        known = isinstance(error, TokenWeaveError) and hasattr(errors, type(error).__name__)
+        message = str(error) if known else "".join(traceback.format_exception_only(type(error), error)).strip()
+        lost_peer = isinstance(error, (CollectiveError, dist.DistError)) or any(
+            word in message for word in ("gloo", "NCCL", "Connection")
+        )
+        return Failure(type(error).__name__ if known else None, message, traceback.format_exc(), lost_peer)
+
+
+def main(fd: int) -> int:
+    """Serves the parent until it says None, or goes away; returns the exit code."""
+    connection = Connection(fd)
+    args: WorkerArgs = connection.recv()
+    if args.die_with_thread and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    inbox: queue.SimpleQueue[list[NewRequest] | None] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
+    try:
+        engine = _start(args, connection)
+        connection.send(("ready",))
+        while (requests := inbox.get()) is not None:
+            _generate(engine, requests, connection, args.rank)
+        engine.close()
+        dist.destroy_process_group()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            connection.send(("failed", Failure.of(error)))
+        return 1
+    return 0
+
+
+def _start(args: WorkerArgs, connection: Connection) -> Engine:
+    world_size = args.engine.tensor_parallel_size
+    store = dist.TCPStore("127.0.0.1", args.port, world_size, is_master=False)
+    dist.init_process_group(args.engine.backend, store=store, rank=args.rank, world_size=world_size)
+
+    def progress(done: int, total: int) -> None:
+        connection.send(("progress", done, total))
+
+    return build_engine(
+        args.engine, rank=args.rank, group=dist.group.WORLD, progress=progress if args.rank == 0 else None
+    )
+
+
+def _generate(engine: Engine, requests: list[NewRequest], connection: Connection, rank: int) -> None:
+    try:
+        for events in engine.run(requests):
+            if rank == 0 and events:
+                connection.send(("events", events))
+    except RequestError as error:
+        connection.send(("refused", str(error)))
+        return
+    connection.send(("done", engine.steps if rank == 0 else []))
+
+
+def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    """Reads in a thread of its own, so that the parent's end is noticed in the middle of a step too."""
+    while True:
+        try:
+            inbox.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(1)  # nobody is left to hear anything
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # not through torch's teardown, which may wait for ranks that are gone
