@@ -64,7 +64,7 @@ def fused_allreduce_rmsnorm(
         CollectiveError: an argument breaks this contract.
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
-    _check(partial, residual, epilogue, workspace, channel, rows, out, layout)
+    _check("fused_allreduce_rmsnorm", partial, residual, epilogue, workspace, channel, rows, out, layout)
     if out is None:
         out = partial if rows is None else partial.new_empty(rows.numel(), workspace.hidden)
     return torch_backend.fused(partial, residual, epilogue, workspace, rows, out, layout == "replicated"), None
@@ -91,11 +91,12 @@ def allreduce_rmsnorm(
         [tokens or n, hidden], the normalised rows.
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
-    _check(partial, residual, epilogue, workspace, 0, rows, None, "replicated")
+    _check("allreduce_rmsnorm", partial, residual, epilogue, workspace, 0, rows, None, "replicated")
     return torch_backend.sequential(partial, residual, epilogue, workspace, rows)
 
 
 def _check(
+    op: str,
     partial: torch.Tensor,
     residual: torch.Tensor,
     epilogue: Epilogue,
@@ -107,9 +108,10 @@ def _check(
 ) -> None:
     def expect(ok: bool, what: str) -> None:
         if not ok:
-            raise CollectiveError(f"fused_allreduce_rmsnorm: {what}")
+            raise CollectiveError(f"{op}: {what}")
 
     hidden, dtype = workspace.hidden, workspace.dtype
+    expect(not workspace.closed, f"{workspace.handle} is closed; create a new workspace")
     expect(
         partial.dim() == 2 and partial.shape[1] == hidden and partial.dtype == dtype,
         f"partial is {list(partial.shape)} {partial.dtype}; this workspace takes [tokens, {hidden}] {dtype}",
@@ -120,10 +122,14 @@ def _check(
     )
     expect(partial.stride(1) == 1, f"partial has strides {partial.stride()}; its rows must be contiguous")
     expect(
+        partial.device == workspace.device, f"partial is on {partial.device}; this workspace is on {workspace.device}"
+    )
+    expect(
         residual.shape == partial.shape and residual.dtype == dtype and residual.device == partial.device,
         f"residual is {list(residual.shape)} {residual.dtype} on {residual.device}; expected partial's "
         f"{list(partial.shape)} {dtype} on {partial.device}",
     )
+    expect(residual.stride(1) == 1, f"residual has strides {residual.stride()}; its rows must be contiguous")
     for name, vector in (("weight", epilogue.weight), ("post_norm", epilogue.post_norm), ("bias", epilogue.bias)):
         if vector is not None:
             expect(tuple(vector.shape) == (hidden,), f"{name} has shape {list(vector.shape)}; expected [{hidden}]")
@@ -137,9 +143,15 @@ def _check(
             rows.dim() == 1 and rows.dtype == torch.int64,
             f"rows is {list(rows.shape)} {rows.dtype}; expected [n] int64",
         )
+        if rows.device.type == "cpu" and rows.numel():  # elsewhere a look at the values would stall the stream
+            expect(
+                int(rows[0]) >= 0 and int(rows[-1]) < partial.shape[0] and bool((rows[1:] >= rows[:-1]).all()),
+                f"rows={rows.tolist()}; expected ascending rows from 0 to {partial.shape[0] - 1}",
+            )
     if out is not None:
         n = partial.shape[0] if rows is None else rows.numel()
         expect(
-            tuple(out.shape) == (n, hidden) and out.dtype == dtype,
-            f"out is {list(out.shape)} {out.dtype}; expected [{n}, {hidden}] {dtype}",
+            tuple(out.shape) == (n, hidden) and out.dtype == dtype and out.device == partial.device,
+            f"out is {list(out.shape)} {out.dtype} on {out.device}; expected [{n}, {hidden}] {dtype} on {partial.device}",
         )
+        expect(out.stride(1) == 1, f"out has strides {out.stride()}; its rows must be contiguous")

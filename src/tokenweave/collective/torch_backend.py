@@ -89,10 +89,11 @@ def sequential(
     partial: torch.Tensor, residual: torch.Tensor, epilogue: Epilogue, workspace: Workspace, rows: torch.Tensor | None
 ) -> torch.Tensor:
     """The baseline: all-reduce every row, add the residual and normalise on every rank (replicated residual), in place."""
+    total = partial.contiguous()
     if workspace.world_size > 1 and partial.numel():
-        dist.all_reduce(partial, group=workspace.group)
+        dist.all_reduce(total, group=workspace.group)
         _count(workspace, 2 * partial.nbytes * (workspace.world_size - 1) // workspace.world_size)
-    residual.copy_(reduced_rows([partial], residual if epilogue.has_residual else None, epilogue))
+    residual.copy_(reduced_rows([total], residual if epilogue.has_residual else None, epilogue))
     partial.copy_(normalised(residual, epilogue))
     return partial if rows is None else partial[rows]
 
@@ -115,7 +116,7 @@ def _gather(partial: torch.Tensor, workspace: Workspace) -> list[torch.Tensor]:
     """Every rank's partial sums of all rows, in rank order."""
     if workspace.world_size == 1:
         return [partial]
-    received = [torch.empty_like(partial) for _ in range(workspace.world_size)]
+    received = [partial.new_empty(partial.shape) for _ in range(workspace.world_size)]
     if partial.numel():
         dist.all_gather(received, partial.contiguous(), group=workspace.group)
         _count(workspace, partial.nbytes * (workspace.world_size - 1))
@@ -127,9 +128,12 @@ def _scatter_back(own: torch.Tensor, counts: list[int], workspace: Workspace, ou
     if workspace.world_size == 1 or not sum(counts):
         return out.copy_(own)
     world = workspace.world_size
-    dist.all_to_all_single(out, own.repeat(world, 1), counts, [counts[workspace.rank]] * world, group=workspace.group)
+    # gloo writes a tensor's memory from its first element on, whatever its strides: it must not see rows that are apart.
+    received = out if out.is_contiguous() else out.new_empty(out.shape)
+    counts_mine = [counts[workspace.rank]] * world
+    dist.all_to_all_single(received, own.repeat(world, 1), counts, counts_mine, group=workspace.group)
     _count(workspace, own.nbytes * (world - 1))
-    return out
+    return out if received is out else out.copy_(received)
 
 
 def _count(workspace: Workspace, sent: int) -> None:

@@ -85,6 +85,11 @@ class Workspace:
             )
         return self._data[region, start : start + tokens]
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called: its memory is gone, and collectives refuse it."""
+        return self._data is None
+
     def close(self) -> None:
         """Releases the memory; idempotent."""
         self._data = None

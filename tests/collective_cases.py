@@ -1,0 +1,159 @@
+"""Random cases of the collective with their float64 reference; every rank makes the same ones from (case, seed)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
+from tokenweave.collective.rows import owned_rows
+
+EPS = 1e-5
+POISON = -777.0  # in what a collective must overwrite, or must leave alone
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of one call. ``rows``: None for all, else the sampled rows."""
+
+    tokens: int
+    hidden: int
+    dtype: torch.dtype = torch.bfloat16
+    has_residual: bool = True
+    post_norm: bool = False
+    weight_offset: float = 0.0
+    bias: bool = False
+    replicated: bool = False
+    rows: tuple[int, ...] | None = None
+    use_out: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs of all ranks: ``partials`` [world, tokens, hidden], ``residual`` [tokens, hidden], vectors [hidden]."""
+
+    partials: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
+    post_norm: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def fresh_seed() -> int:
+    """A new one each time, printed so that a failure can be run again."""
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    return seed
+
+
+def make(case: Case, world_size: int, seed: int) -> Data:
+    g = torch.Generator().manual_seed(seed)
+    h = case.hidden
+    # Rows of very different size: a norm or a sum that mixes rows shows.
+    scale = torch.exp(torch.randn(1, case.tokens, 1, generator=g))
+    return Data(
+        partials=(torch.randn(world_size, case.tokens, h, generator=g) * scale).to(case.dtype),
+        residual=torch.randn(case.tokens, h, generator=g).to(case.dtype),
+        weight=torch.randn(h, generator=g).to(case.dtype),
+        post_norm=torch.randn(h, generator=g).to(case.dtype) if case.post_norm else None,
+        bias=torch.randn(h, generator=g).to(case.dtype) if case.bias else None,
+    )
+
+
+def reference(case: Case, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual, normalised rows), float64, written from the definition and sharing no code with the package."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / torch.sqrt((x**2).sum(1, keepdim=True) / case.hidden + EPS) * (weight.double() + case.weight_offset)
+
+    total = data.partials.double().sum(0)
+    if data.bias is not None:
+        total = total + data.bias.double()
+    if data.post_norm is not None:
+        total = norm(total, data.post_norm)
+    if case.has_residual:
+        total = total + data.residual.double()
+    return total, norm(total, data.weight)[slice(None) if case.rows is None else list(case.rows)]
+
+
+def call(case: Case, data: Data, workspace: Workspace, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the fused collective on this rank; returns (residual after it, rows). What it must not read is poison."""
+    partial = workspace.buffer(case.tokens, start=start)
+    partial.copy_(data.partials[workspace.rank])
+    residual = torch.full_like(data.residual, POISON)
+    mine = range(case.tokens) if case.replicated else owned_rows(case.tokens, workspace.rank, workspace.world_size)
+    if case.has_residual:
+        residual[mine.start : mine.stop] = data.residual[mine.start : mine.stop]
+    rows = None if case.rows is None else torch.tensor(case.rows, dtype=torch.int64)
+    n = case.tokens if case.rows is None else len(case.rows)
+    out = torch.full((n, case.hidden), POISON, dtype=case.dtype) if case.use_out else None
+    result, scales = fused_allreduce_rmsnorm(
+        partial,
+        residual,
+        data.weight,
+        EPS,
+        workspace,
+        rows=rows,
+        out=out,
+        has_residual=case.has_residual,
+        layout="replicated" if case.replicated else "sharded",
+        post_norm=data.post_norm,
+        weight_offset=case.weight_offset,
+        bias=data.bias,
+    )
+    assert scales is None
+    if case.use_out:
+        assert result.data_ptr() == out.data_ptr()
+    elif case.rows is None:
+        assert result.data_ptr() == partial.data_ptr()  # in place
+    return residual, result
+
+
+def call_sequential(case: Case, data: Data, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`call`, for the baseline."""
+    partial = workspace.buffer(case.tokens)
+    partial.copy_(data.partials[workspace.rank])
+    residual = data.residual.clone() if case.has_residual else torch.full_like(data.residual, POISON)
+    rows = None if case.rows is None else torch.tensor(case.rows, dtype=torch.int64)
+    result = allreduce_rmsnorm(
+        partial,
+        residual,
+        data.weight,
+        EPS,
+        workspace,
+        rows=rows,
+        has_residual=case.has_residual,
+        post_norm=data.post_norm,
+        weight_offset=case.weight_offset,
+        bias=data.bias,
+    )
+    return residual, result
+
+
+def check(case: Case, data: Data, residual: torch.Tensor, rows: torch.Tensor, workspace: Workspace) -> None:
+    """Compares one rank's results with float64; where it owns no row, the residual must be untouched poison."""
+    expected_residual, expected_rows = reference(case, data)
+    assert rows.dtype == residual.dtype == case.dtype
+    # The residual is rounded once; the norm reads the rounded residual and rounds again. fp32 sums add a little.
+    ulp = torch.finfo(case.dtype).eps
+    mine = range(case.tokens) if case.replicated else owned_rows(case.tokens, workspace.rank, workspace.world_size)
+    own = slice(mine.start, mine.stop)
+    # A sum that cancels keeps the absolute error of what it was made from.
+    size = float(data.partials.abs().max()) if data.partials.numel() else 1.0
+    torch.testing.assert_close(residual[own].double(), expected_residual[own], rtol=ulp, atol=1e-6 * size)
+    spread = float(expected_rows.abs().max()) if expected_rows.numel() else 1.0
+    torch.testing.assert_close(rows.double(), expected_rows, rtol=2 * ulp, atol=max(ulp, 1e-5) * 0.02 * spread)
+    others = [row for row in range(case.tokens) if row not in mine]
+    assert (residual[others] == POISON).all(), "a row of the residual that another rank owns was written"
+
+
+def open_workspace(case: Case, group: dist.ProcessGroup | None = None, **options: int) -> Workspace:
+    return Workspace(group, max_tokens=max(1, case.tokens), hidden=case.hidden, dtype=case.dtype, **options)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: equal only if every bit is, NaNs and signed zeros included."""
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])

@@ -1,0 +1,134 @@
+"""What breaks the collective's contract is refused with a message that says what was given and what is expected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
+from tokenweave.collective.workspace import find
+from tokenweave.errors import CollectiveError, TokenWeaveError
+
+
+@pytest.fixture
+def workspace():
+    with Workspace(None, max_tokens=8, hidden=16, dtype=torch.float32) as workspace:
+        yield workspace
+
+
+def _call(workspace: Workspace, **changes):
+    arguments = {
+        "partial": torch.zeros(4, 16),
+        "residual": torch.zeros(4, 16),
+        "weight": torch.ones(16),
+        "eps": 1e-5,
+        **changes,
+    }
+    return fused_allreduce_rmsnorm(workspace=workspace, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial": torch.zeros(4, 8)}, r"partial is \[4, 8\] torch.float32; this workspace takes \[tokens, 16\]"),
+        ({"partial": torch.zeros(4, 16, dtype=torch.float16)}, "torch.float16; this workspace takes .* torch.float32"),
+        ({"partial": torch.zeros(64)}, r"partial is \[64\]"),
+        ({"partial": torch.zeros(9, 16)}, "partial has 9 rows; this workspace holds 8: raise max_tokens"),
+        ({"partial": torch.zeros(16, 4).T}, r"partial has strides \(1, 4\); its rows must be contiguous"),
+        ({"partial": torch.zeros(4, 16, device="meta")}, "partial is on meta; this workspace is on cpu"),
+        ({"residual": torch.zeros(3, 16)}, r"residual is \[3, 16\] .*; expected partial's \[4, 16\]"),
+        (
+            {"residual": torch.zeros(4, 16, dtype=torch.bfloat16)},
+            "residual is .* torch.bfloat16 .*; expected partial's",
+        ),
+        ({"residual": torch.zeros(16, 4).T}, r"residual has strides \(1, 4\)"),
+        ({"weight": torch.ones(8)}, r"weight has shape \[8\]; expected \[16\]"),
+        ({"post_norm": torch.ones(4, 4)}, r"post_norm has shape \[4, 4\]; expected \[16\]"),
+        ({"bias": torch.ones(17)}, r"bias has shape \[17\]; expected \[16\]"),
+        ({"eps": -1.0}, "eps=-1.0; expected a number >= 0"),
+        ({"channel": 2}, r"channel=2; this workspace has channels 0\.\.1"),
+        ({"channel": -1}, "channel=-1"),
+        ({"layout": "scattered"}, "layout='scattered'; expected 'sharded' or 'replicated'"),
+        ({"rows": torch.tensor([0.0])}, r"rows is \[1\] torch.float32; expected \[n\] int64"),
+        ({"rows": torch.tensor([[0]])}, r"rows is \[1, 1\]"),
+        ({"rows": torch.tensor([0, 4])}, r"rows=\[0, 4\]; expected ascending rows from 0 to 3"),
+        ({"rows": torch.tensor([-1])}, r"rows=\[-1\]"),
+        ({"rows": torch.tensor([2, 1])}, r"rows=\[2, 1\]; expected ascending"),
+        ({"out": torch.zeros(3, 16)}, r"out is \[3, 16\] .*; expected \[4, 16\]"),
+        ({"out": torch.zeros(4, 16), "rows": torch.tensor([1])}, r"out is \[4, 16\] .*; expected \[1, 16\]"),
+        ({"out": torch.zeros(4, 16, dtype=torch.float16)}, "out is .* torch.float16"),
+        ({"out": torch.zeros(16, 4).T}, r"out has strides \(1, 4\)"),
+    ],
+)
+def test_a_broken_contract_is_refused_before_anything_is_written(workspace, changes, message):
+    with pytest.raises(CollectiveError, match=message) as caught:
+        _call(workspace, **changes)
+    assert isinstance(caught.value, TokenWeaveError)
+    assert str(caught.value).startswith("fused_allreduce_rmsnorm: ")
+    assert workspace.collectives == 0
+
+
+def test_the_baseline_names_itself(workspace):
+    with pytest.raises(CollectiveError, match=r"^allreduce_rmsnorm: weight has shape"):
+        allreduce_rmsnorm(torch.zeros(4, 16), torch.zeros(4, 16), torch.ones(8), 1e-5, workspace)
+
+
+def test_what_the_contract_allows_is_accepted(workspace):
+    rows, scales = _call(workspace, eps=0.0, weight=torch.ones(16, dtype=torch.bfloat16), channel=1)
+    assert rows.shape == (4, 16)
+    assert scales is None
+    assert _call(workspace, rows=torch.tensor([1, 1, 3]))[0].shape == (3, 16)  # a row may be sampled twice
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 12}, "hidden=12; expected a multiple of 8 from 8 to 16384"),
+        ({"hidden": 0}, "hidden=0"),
+        ({"hidden": 16392}, "hidden=16392"),
+        ({"max_tokens": 0}, "max_tokens=0; expected at least 1"),
+        ({"dtype": torch.float64}, "dtype=torch.float64; expected torch.bfloat16"),
+        ({"channels": 0}, "channels=0"),
+        ({"regions": 0}, "regions=0"),
+    ],
+)
+def test_a_workspace_refuses_what_it_cannot_be(changes, message):
+    arguments = {"max_tokens": 8, "hidden": 16, "dtype": torch.float32, **changes}
+    with pytest.raises(CollectiveError, match=message):
+        Workspace(None, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(9,), (1, 8), (4, 5), (-1,), (1, -1), (0, 9)], ids=lambda arguments: str(arguments)
+)
+def test_a_buffer_never_reaches_past_the_workspace(workspace, arguments):
+    tokens, start = (*arguments, 0)[:2]
+    with pytest.raises(CollectiveError, match="raise max_tokens, or send fewer rows per step"):
+        workspace.buffer(tokens, start=start)
+
+
+@pytest.mark.parametrize("region", [-1, 2])
+def test_a_region_that_does_not_exist(workspace, region):
+    with pytest.raises(CollectiveError, match=f"region {region}; this workspace has 2 regions of 8 rows"):
+        workspace.buffer(1, region=region)
+
+
+def test_buffers_are_views_and_regions_are_apart(workspace):
+    workspace.buffer(8).fill_(1.0)
+    workspace.buffer(3, start=2).fill_(2.0)
+    assert workspace.buffer(8)[:, 0].tolist() == [1, 1, 2, 2, 2, 1, 1, 1]
+    assert (workspace.buffer(8, region=1) == 0).all()
+    assert workspace.buffer(0, start=8).shape == (0, 16)
+
+
+def test_a_closed_workspace_says_so():
+    workspace = Workspace(None, max_tokens=8, hidden=16, dtype=torch.float32)
+    assert find(workspace.handle) is workspace
+    workspace.close()
+    workspace.close()
+    with pytest.raises(CollectiveError, match="this workspace is closed; create a new one"):
+        workspace.buffer(1)
+    with pytest.raises(CollectiveError, match="is closed; create a new workspace"):
+        _call(workspace)
+    with pytest.raises(CollectiveError, match=f"no open workspace is called '{workspace.handle}'"):
+        find(workspace.handle)
