@@ -4,6 +4,7 @@ from tokenweave.models.config import ModelConfig, RopeScaling, builtin_names, re
 from tokenweave.models.inputs import Inputs, SequenceRows
 from tokenweave.models.loading import progress_bar
 from tokenweave.models.model import Model, load_model
+from tokenweave.models.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "Inputs",
@@ -11,8 +12,10 @@ __all__ = [
     "ModelConfig",
     "RopeScaling",
     "SequenceRows",
+    "Tokenizer",
     "builtin_names",
     "load_model",
+    "load_tokenizer",
     "progress_bar",
     "read_config",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 from tokenweave.errors import ModelError
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.gguf import GGUFFile
+from tokenweave.models.gguf_tokenizer import adds_bos, end_tokens
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -95,8 +96,6 @@ def config_of(file: GGUFFile) -> ModelConfig:
     experts = number("expert_count", 0)
     if experts and architecture != "llama":
         raise ModelError(f"{path}: {architecture} with experts is not supported")
-    eos = [data.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    add_bos = data.get("tokenizer.ggml.add_bos_token", architecture == "llama")
     try:
         return ModelConfig(
             family="mixtral" if experts else architecture,
@@ -118,8 +117,8 @@ def config_of(file: GGUFFile) -> ModelConfig:
             tied_embeddings="output.weight" not in file.tensors,
             experts=experts,
             experts_per_token=number("expert_used_count", 0),
-            eos_token_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
-            bos_token_id=data.get("tokenizer.ggml.bos_token_id") if add_bos else None,
+            eos_token_ids=end_tokens(data),
+            bos_token_id=data.get("tokenizer.ggml.bos_token_id") if adds_bos(data) else None,
         )
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error

@@ -83,7 +83,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             experts=_number(raw, "num_local_experts", path) if family == "mixtral" else 0,
             experts_per_token=_number(raw, "num_experts_per_tok", path) if family == "mixtral" else 0,
-            eos_token_ids=_eos(raw, folder),
+            eos_token_ids=end_tokens(folder),
             bos_token_id=raw.get("bos_token_id"),
         )
     except (ModelError, TypeError, ValueError) as error:
@@ -160,13 +160,13 @@ def _rope(raw: dict[str, Any], head_dim: int, path: Path) -> tuple[float, RopeSc
     raise ModelError(f"{path}: rotary scaling {kind!r} is not supported; supported are default, linear and llama3")
 
 
-def _eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """generation_config.json's list is the fuller one (chat models end their turn with another token than documents)."""
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """Ids that end a text. generation_config.json's list is the fuller one: chats end with another token than documents."""
     ids: list[int] = []
-    generation = folder / "generation_config.json"
-    for source in ([read_json(generation)] if generation.is_file() else []) + [raw]:
-        value = source.get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            value = read_json(folder / name).get("eos_token_id")
+            ids += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(ids))
 
 
