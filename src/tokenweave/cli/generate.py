@@ -113,7 +113,7 @@ def summary(outputs: Sequence[Any], steps: Sequence[Any]) -> str:
         if chosen:
             collectives = sum(s.collectives for s in chosen) / len(chosen)
             kibibytes = sum(s.bytes_sent for s in chosen) / len(chosen) / 1024
-            rows.append((f"{kind} step", f"{collectives:.0f} collectives, {kibibytes:,.1f} KiB sent by each rank"))
+            rows.append((f"{kind} step", f"{collectives:.0f} collectives, {kibibytes:,.1f} KiB sent by rank 0"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

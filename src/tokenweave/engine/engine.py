@@ -152,6 +152,7 @@ class Engine:
         tokenizer: Callable[[], Decoder],
     ) -> None:
         self.model = model
+        self.cache = cache
         self.workspace = workspace
         self.scheduler = scheduler
         self.steps: list[StepRecord] = []

@@ -1,0 +1,84 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenweave.engine.batch import Chunk, cut, row_range, rows_of, splits_of
+from tokenweave.planning.plan import Mode, Plan
+
+
+@st.composite
+def batches(draw):
+    chunks, start = [], 0
+    for number in range(draw(st.integers(1, 6))):
+        first, size = draw(st.integers(0, 9)), draw(st.sampled_from([1, 1, 2, 3, 7]))
+        start += draw(st.integers(0, 3))  # gaps between the runs of cache rows
+        tokens = tuple(draw(st.integers(0, 99)) for _ in range(size))
+        chunks.append(Chunk(number, first, tokens, start, draw(st.booleans())))
+        start += first + size
+    return chunks
+
+
+def flat_rows(chunks):
+    """(token, position, cache row, sampled, sequence's first cache row) of each row, the slow way."""
+    return [
+        (token, c.first + i, c.cache_start + c.first + i, c.sampled and i == len(c.token_ids) - 1, c.cache_start)
+        for c in chunks
+        for i, token in enumerate(c.token_ids)
+    ]
+
+
+def check(inputs, sampled, expected):
+    assert inputs.token_ids.tolist() == [row[0] for row in expected]
+    assert inputs.positions.tolist() == [row[1] for row in expected]
+    assert inputs.cache_rows.tolist() == [row[2] for row in expected]
+    assert sampled.tolist() == [i for i, row in enumerate(expected) if row[3]]
+    assert {t.dtype for t in (inputs.token_ids, inputs.positions, inputs.cache_rows, sampled)} == {torch.int64}
+    row = 0
+    for sequence in inputs.sequences:
+        assert sequence.first == row
+        assert sequence.tokens >= 1
+        assert sequence.context == expected[row][1]
+        assert {r[4] for r in expected[row : row + sequence.tokens]} == {sequence.cache_start}
+        row += sequence.tokens
+    assert row == len(expected)
+
+
+@given(batches())
+@settings(max_examples=100, deadline=None)
+def test_every_cut_gives_the_rows_on_either_side(chunks):
+    expected = flat_rows(chunks)
+    assert rows_of(chunks) == len(expected)
+    check(*row_range(chunks, 0, len(expected)), expected)
+    for at in range(1, len(expected)):
+        prefix, suffix = cut(chunks, at)
+        check(*prefix, expected[:at])
+        check(*suffix, expected[at:])
+
+
+def test_a_cut_inside_a_request_makes_the_prefix_the_suffixs_context():
+    chunks = [Chunk(0, 4, (10, 11, 12, 13, 14), 20, True)]
+    (prefix, none), (suffix, last) = cut(chunks, 2)
+    assert [(s.first, s.tokens, s.cache_start, s.context) for s in prefix.sequences] == [(0, 2, 20, 4)]
+    assert [(s.first, s.tokens, s.cache_start, s.context) for s in suffix.sequences] == [(0, 3, 20, 6)]
+    assert suffix.cache_rows.tolist() == [26, 27, 28]
+    assert none.tolist() == []
+    assert last.tolist() == [2]
+
+
+def test_splits_are_views_of_one_residual():
+    chunks = [Chunk(0, 0, (1, 2, 3), 0, False), Chunk(1, 5, (4,), 9, True)]
+    residual = torch.zeros(10, 8)
+    (whole,) = splits_of(chunks, Plan(Mode.FUSED), residual)
+    assert (whole.start, whole.tokens, whole.residual.shape[0]) == (0, 4, 4)
+    prefix, suffix = splits_of(chunks, Plan(Mode.WOVEN, split=3), residual)
+    assert (prefix.start, prefix.tokens, suffix.start, suffix.tokens) == (0, 3, 3, 1)
+    suffix.residual.fill_(1)
+    assert residual.sum(dim=1).tolist() == [0, 0, 0, 8, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("at", [0, 4, 5, -1])
+def test_a_cut_outside_the_step_is_an_error(at):
+    chunks = [Chunk(0, 0, (1, 2, 3, 4), 0, True)]
+    with pytest.raises(ValueError, match="step of 4 rows"):
+        cut(chunks, at)
