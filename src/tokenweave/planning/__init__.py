@@ -1,5 +1,7 @@
 """Chooses mode, cut, CTAs and SM budgets for every batch."""
 
+from tokenweave.planning.hardware import GPUS, Gpu, gpu_by_name, local_gpu
 from tokenweave.planning.plan import Mode, Plan
+from tokenweave.planning.planner import Explanation, Planner, plan
 
-__all__ = ["Mode", "Plan"]
+__all__ = ["GPUS", "Explanation", "Gpu", "Mode", "Plan", "Planner", "gpu_by_name", "local_gpu", "plan"]

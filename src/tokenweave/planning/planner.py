@@ -1,0 +1,313 @@
+"""Chooses how a step is run: mode, cut, CTAs and the SMs left to each GEMM.
+
+Everything here is arithmetic on what all ranks know (the model, the GPU, the step's requests), so ranks always agree
+without talking to each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenweave.errors import RequestError
+from tokenweave.models.config import ModelConfig
+from tokenweave.planning import comm
+from tokenweave.planning.batch import Batch, Run, runs_of
+from tokenweave.planning.cost import CostModel
+from tokenweave.planning.hardware import Gpu, gpu_by_name, local_gpu
+from tokenweave.planning.plan import Mode, Plan
+from tokenweave.planning.waves import aligned_cuts, gemm_sms, waves
+
+MODE_VARIABLE = "TOKENWEAVE_MODE"
+GAIN = 0.98  # a more complicated mode must promise to take at most this share of the simpler one's time
+CACHED_PLANS = 8192
+
+
+@dataclass(frozen=True)
+class Waves:
+    """Waves of the four GEMMs of a layer, all counted in the uncut batch's tile shapes, on the same SMs.
+
+    Attributes:
+        whole: of the uncut batch; on the SMs that the collective leaves if the plan is woven, else on all.
+        prefix, suffix: of the halves; None without a cut.
+        by_gemm: GEMM name -> (whole, prefix, suffix), or (whole,) without a cut.
+    """
+
+    whole: int
+    prefix: int | None
+    suffix: int | None
+    by_gemm: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan was chosen.
+
+    Attributes:
+        tokens: rows of the step.
+        plan: the choice.
+        woven: the best woven plan, chosen or not; None where a cut is impossible or vetoed.
+        waves: of the choice.
+        predicted_ms: mode (and ``"no_comm"``, the bound without collectives) -> ms of the whole step.
+        reason: one sentence.
+    """
+
+    tokens: int
+    plan: Plan
+    woven: Plan | None
+    waves: Waves
+    predicted_ms: dict[str, float]
+    reason: str
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values: tokens, mode, split, ctas, gemm_sms ("gate_up/prefix" -> SMs), waves, predicted_ms."""
+        return {
+            "tokens": self.tokens,
+            "mode": str(self.plan.mode),
+            "split": self.plan.split,
+            "ctas": self.plan.ctas,
+            "gemm_sms": {f"{gemm}/{split}": sms for (gemm, split), sms in self.plan.gemm_sms.items()},
+            "waves": {"whole": self.waves.whole, "prefix": self.waves.prefix, "suffix": self.waves.suffix},
+            "predicted_ms": {mode: round(ms, 4) for mode, ms in self.predicted_ms.items()},
+        }
+
+
+@dataclass(frozen=True)
+class _Woven:
+    """The best cut of a batch: what a :class:`Plan` needs, and its predicted time."""
+
+    cut: int
+    ctas: int | None
+    us: float
+
+
+@dataclass
+class Planner:
+    """Plans for one model on ``tp`` equal GPUs.
+
+    Args:
+        config: the model.
+        gpu: a :class:`Gpu`, a name of the table, or None for this machine's (the ``cpu`` entry without one).
+        tp: ranks.
+        transport: of the fused collective; None for the one with the least wire on this GPU.
+        mode: ``"auto"`` or a :class:`Mode` for every plan that does not name one itself; None reads the environment
+            variable TOKENWEAVE_MODE (auto where it is unset), which must then be the same on all ranks.
+
+    Raises:
+        RequestError: an unknown GPU, mode or transport, or tp < 1.
+        ModelError: more ranks than query heads.
+    """
+
+    config: ModelConfig
+    gpu: Gpu | str | None = None
+    tp: int = 1
+    transport: str | None = None
+    mode: Mode | str | None = None
+    model: CostModel = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise RequestError(f"tensor parallel size {self.tp}; expected 1 or more")
+        gpu = local_gpu() if self.gpu is None else gpu_by_name(self.gpu) if isinstance(self.gpu, str) else self.gpu
+        transport = comm.check_transport(self.transport or comm.default_transport(gpu, self.tp), gpu)
+        self.gpu, self.transport = gpu, transport
+        self._default_mode = _mode(os.environ.get(MODE_VARIABLE) or "auto" if self.mode is None else self.mode)
+        self.model = CostModel(self.config, gpu, self.tp, transport)
+        self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
+
+    def plan(
+        self,
+        tokens: int,
+        *,
+        context: int = 0,
+        sequences: Iterable[tuple[int, int]] | None = None,
+        mode: Mode | str | None = None,
+        allow_woven: bool = True,
+    ) -> Plan:
+        """The plan of one step. Cached; equal arguments give the same plan on every rank.
+
+        Args:
+            tokens: rows of the step, 1 or more.
+            context: positions that precede them, if they are one sequence.
+            sequences: (rows, context) of each sequence; default: one of ``tokens`` rows. Their order changes nothing.
+            mode: ``"auto"`` or a mode that overrides the planner's; a woven step of one row is impossible and runs fused.
+            allow_woven: False forbids a cut, whatever the mode says: a row of the suffix must be in the cache before a
+                row of the prefix runs (a prefix-cache hit on blocks of the same step).
+
+        Raises:
+            RequestError: tokens < 1, sequences that do not add up to it, an unknown mode.
+        """
+        return self._cached(*self._request(tokens, context, sequences, mode, allow_woven))
+
+    def explain(
+        self,
+        tokens: int,
+        *,
+        context: int = 0,
+        sequences: Iterable[tuple[int, int]] | None = None,
+        mode: Mode | str | None = None,
+        allow_woven: bool = True,
+    ) -> Explanation:
+        """As :meth:`plan`, with waves and predicted times of every mode."""
+        batch, asked, allow_woven = self._request(tokens, context, sequences, mode, allow_woven)
+        plan = self._cached(batch, asked, allow_woven)
+        woven = self._best_woven(batch) if allow_woven else None
+        times = {
+            "sequential": self.model.unsplit_us(batch, "sequential"),
+            "fused": self.model.unsplit_us(batch, "fused", self._fused_ctas(tokens)),
+            **({} if woven is None else {"woven": woven.us}),
+            "no_comm": self.model.unsplit_us(batch, "no_comm"),
+        }
+        return Explanation(
+            tokens,
+            plan,
+            None if woven is None else self._woven_plan(woven),
+            self._waves(tokens, plan),
+            {name: us / 1e3 for name, us in times.items()},
+            self._reason(plan, asked, woven, times, allow_woven),
+        )
+
+    def _request(
+        self,
+        tokens: int,
+        context: int,
+        sequences: Iterable[tuple[int, int]] | None,
+        mode: Mode | str | None,
+        allow_woven: bool,
+    ) -> tuple[Batch, Mode | None, bool]:
+        if tokens < 1:
+            raise RequestError(f"a step of {tokens} tokens; expected 1 or more")
+        runs = (
+            (Run(tokens, context, True),) if sequences is None and tokens > 1 else runs_of(sequences or [(1, context)])
+        )
+        batch = Batch(runs)
+        if batch.tokens != tokens:
+            raise RequestError(f"the sequences have {batch.tokens} rows together; the step has {tokens}")
+        return batch, self._default_mode if mode is None else _mode(mode), allow_woven
+
+    def _choose(self, batch: Batch, mode: Mode | None, allow_woven: bool) -> Plan:
+        if mode is Mode.SEQUENTIAL:
+            return Plan(Mode.SEQUENTIAL)
+        fused = Plan(Mode.FUSED, ctas=(ctas := self._fused_ctas(batch.tokens)), cluster=_cluster(ctas))
+        if mode is Mode.FUSED:
+            return fused
+        if mode is Mode.WOVEN:
+            woven = self._best_woven(batch) if allow_woven else None
+            return fused if woven is None else self._woven_plan(woven)
+        best, limit = Plan(Mode.SEQUENTIAL), self.model.unsplit_us(batch, "sequential")
+        if (us := self.model.unsplit_us(batch, "fused", ctas)) < limit:
+            best, limit = fused, us
+        if allow_woven and self.tp > 1:
+            woven = self._best_woven(batch)
+            if woven is not None and woven.us < limit * GAIN:
+                best = self._woven_plan(woven)
+        return best
+
+    def _fused_ctas(self, tokens: int) -> int | None:
+        """The fewest CTAs whose collective is within 1 % of the fastest: nothing runs beside it."""
+        times = [float(self.model.fused_us(tokens, ctas)) for ctas in self.model.ctas]
+        return next(ctas for ctas, us in zip(self.model.ctas, times, strict=True) if us <= 1.01 * min(times))
+
+    def _best_woven(self, batch: Batch) -> _Woven | None:
+        """The best cut and CTAs. None for a single row.
+
+        For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where there is
+        any such cut, else all tile-aligned ones; of those the one with the shortest makespan.
+        """
+        model, tokens = self.model, batch.tokens
+        cuts = aligned_cuts(tokens, model.gpu)
+        if not len(cuts):
+            return None
+        sms = np.array([gemm_sms(model.gpu, model.held(ctas)) for ctas in model.ctas])
+        neutral = model.tiling.neutral_cuts(tokens, sms, cuts)
+        choice, index = np.nonzero(neutral | ~neutral.any(axis=1, keepdims=True))
+        flat = cuts[index]
+        each = None if model.ctas == (None,) else np.array(model.ctas, dtype=np.int64)[choice]
+        times = model.woven_us(batch, flat, each)
+        best = int(times.argmin())
+        return _Woven(int(flat[best]), None if each is None else int(each[best]), float(times[best]))
+
+    def _woven_plan(self, woven: _Woven) -> Plan:
+        sms = gemm_sms(self.model.gpu, self.model.held(woven.ctas))
+        return Plan(
+            Mode.WOVEN,
+            split=woven.cut,
+            ctas=woven.ctas,
+            cluster=_cluster(woven.ctas),
+            gemm_sms={(gemm.name, split): sms for gemm in self.model.gemms for split in ("prefix", "suffix")},
+        )
+
+    def _waves(self, tokens: int, plan: Plan) -> Waves:
+        model = self.model
+        sms = gemm_sms(model.gpu, model.held(plan.ctas) if plan.mode is Mode.WOVEN else 0)
+        (tiles,) = model.tiling.whole_tiles(tokens, np.array([sms]))
+        parts = [tokens] if plan.split is None else [tokens, plan.split, tokens - plan.split]
+        counts = [
+            [waves(gemm, model.tiling.tiles[tile], rows, sms) for rows in parts]
+            for gemm, tile in zip(model.gemms, tiles, strict=True)
+        ]
+        whole, prefix, suffix = ([sum(column) for column in zip(*counts, strict=True)] + [None, None])[:3]
+        return Waves(whole, prefix, suffix, {g.name: tuple(row) for g, row in zip(model.gemms, counts, strict=True)})
+
+    def _reason(
+        self, plan: Plan, asked: Mode | None, woven: _Woven | None, times: dict[str, float], allow_woven: bool
+    ) -> str:
+        if asked is not None and asked is plan.mode:
+            return f"{asked} was asked for"
+        if asked is not None:
+            return f"{asked} was asked for, but " + ("cuts are vetoed" if not allow_woven else "one row cannot be cut")
+        if self.tp == 1:
+            return "one rank has nothing to communicate"
+        if plan.mode is Mode.WOVEN:
+            return f"weaving saves {1 - times['woven'] / times['sequential']:.0%} of sequential's time"
+        if not allow_woven:
+            return "cuts are vetoed"
+        if woven is None:
+            return "one row cannot be cut"
+        gain = 1 - times["woven"] / times[str(plan.mode)]
+        return f"the best cut would change {plan.mode}'s time by {-gain:+.1%}; it must save {1 - GAIN:.0%} or more"
+
+
+def _mode(name: Mode | str) -> Mode | None:
+    """None for auto."""
+    if str(name).casefold() == "auto":
+        return None
+    try:
+        return Mode(str(name).casefold())
+    except ValueError:
+        raise RequestError(
+            f"unknown mode {str(name)!r} (argument or {MODE_VARIABLE}); expected auto, {', '.join(map(str, Mode))}"
+        ) from None
+
+
+def _cluster(ctas: int | None) -> int | None:
+    """Clusters of 4 help from 16 CTAs on (measured on H200); fewer CTAs are better alone."""
+    return 4 if ctas is not None and ctas >= 16 and ctas % 4 == 0 else None
+
+
+@functools.lru_cache(maxsize=16)
+def _planner(config: ModelConfig, gpu: Gpu, tp: int, transport: str | None, mode: Mode | str) -> Planner:
+    return Planner(config, gpu, tp, transport, mode)
+
+
+def plan(
+    tokens: int,
+    config: ModelConfig,
+    *,
+    gpu: Gpu | str | None = None,
+    tp: int = 1,
+    transport: str | None = None,
+    context: int = 0,
+    sequences: Iterable[tuple[int, int]] | None = None,
+    mode: Mode | str | None = None,
+    allow_woven: bool = True,
+) -> Plan:
+    """The plan of one step: :meth:`Planner.plan` of a planner that is kept for the next call with the same arguments."""
+    known = local_gpu() if gpu is None else gpu_by_name(gpu) if isinstance(gpu, str) else gpu
+    default = os.environ.get(MODE_VARIABLE) or "auto"
+    planner = _planner(config, known, tp, transport, default)
+    return planner.plan(tokens, context=context, sequences=sequences, mode=mode, allow_woven=allow_woven)

@@ -1,0 +1,198 @@
+"""Tiles and waves: what a GEMM of M rows costs on the SMs that it gets.
+
+A GEMM's output is cut in tiles of rows x columns; each SM computes one tile at a time, so ``sms`` of them make a wave and
+a partly filled last wave takes as long as a full one. That is the saw-tooth that a cut of the batch can fall foul of:
+two halves of 2 waves each cost more than a whole of 3.
+
+The library chooses the tile shape by (M, N, K); the model takes the one that is fastest by its own estimate. To compare
+the waves of a whole with those of its parts they are all counted in the whole's tile shape: a wave of half-sized tiles
+is another, cheaper unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenweave.models.config import ModelConfig
+from tokenweave.models.sharding import shard_of
+from tokenweave.planning.hardware import Gpu
+
+BYTES = 2  # per element of weights and activations: bf16
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """``a / b`` rounded up, for ints and int64 arrays."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """``[rows, k] x [k, n]``, one rank's share; with experts, rows * experts_per_token rows spread evenly over them."""
+
+    name: str
+    n: int
+    k: int
+    experts: int = 1
+    experts_per_token: int = 1
+
+    def rows(self, tokens: Any) -> Any:
+        """Rows of one expert's GEMM, an int or an int64 array as ``tokens`` is."""
+        return ceil_div(tokens * self.experts_per_token, self.experts)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Output rows and columns that one SM computes at a time."""
+
+    rows: int
+    columns: int
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the tensor rate, relative to 128 x 256: small tiles load more per FLOP (1/rows + 1/columns)."""
+        return (1 + 60 * (1 / 128 + 1 / 256)) / (1 + 60 * (1 / self.rows + 1 / self.columns))
+
+
+def _tiles(*shapes: tuple[int, Sequence[int]]) -> tuple[Tile, ...]:
+    return tuple(Tile(rows, columns) for rows, all_columns in shapes for columns in all_columns)
+
+
+_SMALL = ((16, (64, 128)), (32, (64, 128)))
+# Hopper's and Blackwell's library kernels come in fine steps of columns; Ampere's and Ada's in powers of two.
+_WIDE = _tiles(
+    *_SMALL,
+    (64, (64, 96, 128, 192, 256)),
+    (128, (64, 96, 128, 160, 192, 208, 224, 256)),
+    (192, (128, 160)),
+    (256, (128,)),
+)
+TILES = {
+    "sm_80": _tiles(*_SMALL, (64, (64, 128, 256)), (128, (64, 128, 256)), (256, (64, 128))),
+    "sm_89": _tiles(*_SMALL, (64, (64, 128, 256)), (128, (64, 128, 256)), (256, (64, 128))),
+    "sm_90": _WIDE,
+    "sm_100": _WIDE,
+    "cpu": (Tile(16, 64),),
+}
+"""Architecture -> tile shapes that its GEMM library has."""
+
+WAVE_US = 1.0  # of each wave: filling the pipeline and writing the tile
+MAX_CUTS = 128
+HBM_SHARE = 0.85  # of the data sheet's bandwidth, in streaming kernels
+
+
+def row_step(gpu: Gpu) -> int:
+    """Cuts are tried at multiples of this many rows: the tile heights of large GEMMs are multiples of it."""
+    return 16 if gpu.arch == "cpu" else 64
+
+
+def attention_gemms(config: ModelConfig, tp: int) -> tuple[Gemm, Gemm]:
+    """qkv and o of one rank. Raises ModelError where there are more ranks than query heads."""
+    shard = shard_of(config, 0, tp)
+    return (
+        Gemm("qkv", shard.query.size + 2 * shard.kv.size, config.hidden),
+        Gemm("o", config.hidden, shard.query.size),
+    )
+
+
+def mlp_gemms(config: ModelConfig, tp: int) -> tuple[Gemm, Gemm]:
+    """gate_up and down of one rank, grouped over the experts where there are any."""
+    inner = shard_of(config, 0, tp).intermediate.size
+    spread = (config.experts, config.experts_per_token) if config.experts else (1, 1)
+    return Gemm("gate_up", 2 * inner, config.hidden, *spread), Gemm("down", config.hidden, inner, *spread)
+
+
+def gemm_sms(gpu: Gpu, held: Any) -> Any:
+    """SMs that a GEMM beside ``held`` busy ones can use, whole clusters of them. int or int64 array, as ``held`` is."""
+    return (gpu.sms - held) // gpu.gemm_cluster * gpu.gemm_cluster
+
+
+def tiles_in(gemm: Gemm, tile: Tile, tokens: Any) -> Any:
+    """Tiles of the GEMM's output for ``tokens`` rows of the batch."""
+    return ceil_div(gemm.rows(tokens), tile.rows) * ceil_div(gemm.n, tile.columns) * gemm.experts
+
+
+def waves(gemm: Gemm, tile: Tile, tokens: Any, sms: int) -> Any:
+    """Rounds of ``sms`` tiles that the GEMM takes for ``tokens`` rows."""
+    return ceil_div(tiles_in(gemm, tile, tokens), sms)
+
+
+def wave_us(gemm: Gemm, tile: Tile, gpu: Gpu) -> float:
+    """us of one wave: each SM computes one tile."""
+    flops_per_us = gpu.sustained_tflops * 1e6 / gpu.sms * tile.efficiency
+    return WAVE_US + 2 * tile.rows * tile.columns * gemm.k / flops_per_us
+
+
+def tile_time_us(gemm: Gemm, tile: Tile, tokens: Any, sms: int, gpu: Gpu) -> Any:
+    """us of the GEMM in this tile shape if memory were no limit; never falls with more tokens or fewer SMs."""
+    return waves(gemm, tile, tokens, sms) * wave_us(gemm, tile, gpu)
+
+
+def memory_us(gemm: Gemm, tokens: Any, gpu: Gpu) -> Any:
+    """us to read the weights that are used and the input, and to write the output, at the memory's bandwidth."""
+    routed = tokens * gemm.experts_per_token
+    used = np.minimum(gemm.experts, routed)
+    return (used * gemm.n * gemm.k + routed * (gemm.n + gemm.k)) * (BYTES / (gpu.hbm_gbs * HBM_SHARE * 1e3))
+
+
+def gemm_us(gemm: Gemm, tokens: np.ndarray, sms: int, gpu: Gpu) -> np.ndarray:
+    """us of the GEMM on ``sms`` SMs for each number of rows, int64 [n] -> float64 [n]: waves or memory, and the launch."""
+    best = np.full(tokens.shape, np.inf)
+    for tile in TILES[gpu.arch]:
+        np.minimum(best, tile_time_us(gemm, tile, tokens, sms, gpu), out=best)
+    return np.maximum(best, memory_us(gemm, tokens, gpu)) + gpu.kernel_us
+
+
+def aligned_cuts(tokens: int, gpu: Gpu) -> np.ndarray:
+    """Prefix lengths worth trying, int64 [n <= MAX_CUTS]: multiples of :func:`row_step`, or of its double, fourfold, ...
+
+    Where the batch is no longer than a row step it is the middle; empty for fewer than two tokens. Nothing between
+    multiples of a tile's height can need fewer waves: rounding the prefix up to the next one keeps its tiles and can only
+    take some from the suffix. In batches so long that the step is doubled, one wave is under a percent of the time.
+    """
+    step = row_step(gpu)
+    if tokens <= step:
+        return np.array([(tokens + 1) // 2] if tokens > 1 else [], dtype=np.int64)
+    while (tokens - 1) // step > MAX_CUTS:
+        step *= 2
+    return np.arange(step, tokens, step, dtype=np.int64)
+
+
+class Tiling:
+    """The tile shapes and waves of several GEMMs on one GPU, for many numbers of SMs and cuts at once."""
+
+    def __init__(self, gemms: Sequence[Gemm], gpu: Gpu) -> None:
+        self.gemms, self.tiles = tuple(gemms), TILES[gpu.arch]
+        self._height = np.array([tile.rows for tile in self.tiles])
+        # [gemms, tiles]: tiles side by side of one row of tiles, and us of a wave
+        self._across = np.array([[ceil_div(g.n, t.columns) * g.experts for t in self.tiles] for g in gemms])
+        self._wave_us = np.array([[wave_us(g, t, gpu) for t in self.tiles] for g in gemms])
+        self._experts, self._routed = np.array([[g.experts, g.experts_per_token] for g in gemms]).T
+
+    def whole_tiles(self, tokens: int, sms: np.ndarray) -> np.ndarray:
+        """Index into ``tiles`` of the uncut batch's shape, the fastest: int64 [choices] -> int64 [choices, gemms].
+
+        That shape is the unit in which the waves of the whole and of its halves are counted.
+        """
+        rows = ceil_div(tokens * self._routed, self._experts)[:, None]
+        in_whole = ceil_div(rows, self._height) * self._across
+        return (ceil_div(in_whole, sms[:, None, None]) * self._wave_us).argmin(axis=2)
+
+    def neutral_cuts(self, tokens: int, sms: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+        """Whether the halves need no more waves together than the whole on the same SMs: bool [choices of SMs, cuts].
+
+        Waves are summed over the GEMMs. Both sides are counted on the SMs that the GEMMs of a woven step have: that a held
+        SM costs time is the makespan's business, that a cut wastes SMs is this function's.
+        """
+        tiles = self.whole_tiles(tokens, sms)
+        height = self._height[tiles][:, :, None]
+        across = np.take_along_axis(self._across[None], tiles[:, :, None], axis=2)
+        parts = np.concatenate([cuts, tokens - cuts, [tokens]])
+        rows = ceil_div(parts * self._routed[:, None], self._experts[:, None])  # [gemms, parts]
+        in_parts = ceil_div(rows, height) * across  # [choices, gemms, parts]
+        total = ceil_div(in_parts, sms[:, None, None]).sum(axis=1)
+        n = len(cuts)
+        return total[:, :n] + total[:, n : 2 * n] <= total[:, -1:]
