@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from ranks import run_ranks
 from tiny_llama import CONTEXT, EOS, VOCAB, Letters, answers, make_engine, new_requests, save_tiny_llama
-from tokenweave.engine.engine import forced
+from tokenweave.engine.batch import Chunk
+from tokenweave.engine.build import EngineArgs, plan_function
 from tokenweave.engine.sampling import SamplingParams
 from tokenweave.errors import RequestError
+from tokenweave.models import read_config
 from tokenweave.planning.plan import Mode, Plan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -217,25 +219,21 @@ def test_ranks_stay_in_lockstep(model, reference, mode, world_size):
         assert bytes_sent > 0
 
 
-@pytest.mark.parametrize("mode", list(Mode))
-def test_a_forced_mode(mode):
-    plan = forced(mode)
-    for tokens in (2, 3, 100):
-        assert plan(tokens).mode is mode
-        assert plan(tokens).split == (-(-tokens // 2) if mode is Mode.WOVEN else None)
-    assert plan(1).mode is (Mode.FUSED if mode is Mode.WOVEN else mode)
-
-
-def test_a_forced_weave_takes_the_planners_cut():
-    plan = forced(Mode.WOVEN, lambda tokens: Plan(Mode.WOVEN, split=7) if tokens > 10 else Plan(Mode.FUSED))
-    assert plan(20).split == 7
-    assert plan(10).split == 5
+@pytest.mark.parametrize("mode", ["auto", *map(str, Mode)])
+def test_the_planner_gives_plans_that_a_step_can_run(mode):
+    plan = plan_function(EngineArgs("x", 2, device="cpu", mode=mode), read_config("SmolLM2-135M"), "torch")
+    for sizes in ([1], [2], [1, 1], [1, 5], [300], [1] * 40 + [77]):
+        chunks = [Chunk(i, 10 * i, (0,) * size, 0, True) for i, size in enumerate(sizes)]
+        chosen = plan(chunks)
+        assert chosen.split is None or 0 < chosen.split < sum(sizes)
+        if mode != "auto":
+            assert str(chosen.mode) == ("fused" if mode == "woven" and sum(sizes) == 1 else mode)
 
 
 def test_one_row_steps_of_a_forced_weave_are_logged_once(caplog):
-    plan = forced(Mode.WOVEN)
+    plan = plan_function(EngineArgs("x", 2, device="cpu", mode="woven"), read_config("SmolLM2-135M"), "torch")
     with caplog.at_level("INFO", logger="tokenweave"):
         for _ in range(3):
-            plan(1)
+            plan([Chunk(0, 0, (1,), 0, True)])
     assert len(caplog.records) == 1
     assert "steps of one row" in caplog.text

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import Workspace
-from tokenweave.engine.engine import Engine, forced
+from tokenweave.engine.batch import rows_of
+from tokenweave.engine.engine import Engine
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.sampling import SamplingParams
 from tokenweave.engine.scheduler import NewRequest, Scheduler
@@ -59,6 +60,17 @@ def _model(path: str):
     return load_model(path, rank=rank, world_size=world_size, group=group)
 
 
+def halves(mode: Mode) -> Callable[[int], Plan]:
+    """Rows -> a plan of this mode, cut in the middle; one row runs fused instead of woven."""
+
+    def plan(rows: int) -> Plan:
+        if mode is not Mode.WOVEN:
+            return Plan(mode)
+        return Plan(Mode.FUSED) if rows == 1 else Plan(Mode.WOVEN, split=-(-rows // 2))
+
+    return plan
+
+
 def make_engine(
     path: str,
     plan: Callable[[int], Plan] | Mode = Mode.FUSED,
@@ -79,8 +91,8 @@ def make_engine(
         vocab=config.vocab,
     )
     cache = KVCache(config.layers, cache_rows, model.kv_heads_local, config.head_dim, torch.float32)
-    plan = forced(plan) if isinstance(plan, Mode) else plan
-    return Engine(model, cache, workspace, scheduler, plan, CpuThread(), Letters)
+    choose = halves(plan) if isinstance(plan, Mode) else plan
+    return Engine(model, cache, workspace, scheduler, lambda chunks: choose(rows_of(chunks)), CpuThread(), Letters)
 
 
 def new_requests(prompts, params=None, first_number: int = 0) -> list[NewRequest]:

@@ -207,7 +207,7 @@ class LLM:
         Args:
             messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists.
         """
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for conversation in several:
             text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True)

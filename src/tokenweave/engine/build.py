@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +13,16 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import Workspace
-from tokenweave.engine.engine import Engine, Model, forced
+from tokenweave.engine.batch import Chunk, rows_of
+from tokenweave.engine.engine import Engine, Model
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.scheduler import Scheduler
 from tokenweave.errors import RequestError
+from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream
-from tokenweave.planning.plan import Mode, Plan
+from tokenweave.planning import Mode, Plan, Planner
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODES = ("auto", *(mode.value for mode in Mode))
@@ -144,15 +149,38 @@ def build_engine(
         vocab=config.vocab,
     )
     cache = KVCache(config.layers, cache_rows, model.kv_heads_local, config.head_dim, dtype, device)
+    plan = plan_function(args, config, workspace.transport)
     overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
     tokenizer = functools.cache(lambda: load_tokenizer(args.model))
-    return Engine(model, cache, workspace, scheduler, _planner(args, model), overlap, tokenizer)
+    return Engine(model, cache, workspace, scheduler, plan, overlap, tokenizer)
 
 
-def _planner(args: EngineArgs, model: Model) -> Callable[[int], Plan]:
-    if args.mode != "auto":
-        return forced(Mode(args.mode))
-    return forced(Mode.FUSED)
+def plan_function(args: EngineArgs, config: ModelConfig, transport: str) -> Callable[[Sequence[Chunk]], Plan]:
+    """What the engine asks before each step: the planner for this model, these ranks and this machine.
+
+    Args:
+        args: their ``mode`` is given to every step, except that a step of one row cannot be woven and runs fused.
+        transport: of the workspace.
+    """
+    planner = Planner(
+        config,
+        "cpu" if args.device_type == "cpu" else None,
+        args.tensor_parallel_size,
+        transport,
+        None if args.mode == "auto" else args.mode,
+    )
+    told = False
+
+    def plan(chunks: Sequence[Chunk]) -> Plan:
+        nonlocal told
+        rows = rows_of(chunks)
+        chosen = planner.plan(rows, sequences=[(len(chunk.token_ids), chunk.first) for chunk in chunks])
+        if rows == 1 and args.mode == Mode.WOVEN and not told:
+            log.info("mode=woven: steps of one row cannot be cut in two; they run fused and are counted as fused")
+            told = True
+        return chosen
+
+    return plan
 
 
 def _cache_bytes(device: torch.device, args: EngineArgs) -> int:

@@ -7,7 +7,6 @@ schedule and plan by pure functions of what all of them know, and sample from lo
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +26,6 @@ from tokenweave.overlap import Inline, Overlap
 from tokenweave.planning.plan import Mode, Plan
 from tokenweave.stages import Epilogue, Stage
 from tokenweave.weave import Collective, run_stages
-
-log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -101,30 +98,6 @@ class _Progress:
     modes: Counter[str] = field(default_factory=Counter)
 
 
-def forced(mode: Mode, choose: Callable[[int], Plan] | None = None) -> Callable[[int], Plan]:
-    """A planner that always answers ``mode``, except that a woven step needs two rows: one row runs fused.
-
-    Args:
-        mode: to use.
-        choose: asked for the cut of a woven step (any woven plan it gives is taken); halves where there is none.
-    """
-    warned = False
-
-    def plan(tokens: int) -> Plan:
-        nonlocal warned
-        if mode is not Mode.WOVEN:
-            return Plan(mode)
-        if tokens < 2:
-            if not warned:
-                log.info("mode=woven: steps of one row cannot be cut in two; they run fused and are counted as fused")
-                warned = True
-            return Plan(Mode.FUSED)
-        chosen = None if choose is None else choose(tokens)
-        return chosen if chosen is not None and chosen.mode is Mode.WOVEN else Plan(Mode.WOVEN, split=-(-tokens // 2))
-
-    return plan
-
-
 class Engine:
     """One rank's engine.
 
@@ -133,7 +106,7 @@ class Engine:
         cache: its keys and values.
         workspace: of the tensor-parallel group; its ``max_tokens`` is at least the scheduler's ``max_batch_tokens``.
         scheduler: with as many cache rows as ``cache``.
-        plan: rows of a step -> its plan; the same function on all ranks.
+        plan: a step's chunks -> its plan; the same function on all ranks.
         overlap: runs the collectives of woven steps.
         tokenizer: gives the tokenizer; only called for requests with stop strings.
 
@@ -147,7 +120,7 @@ class Engine:
         cache: KVCache,
         workspace: Workspace,
         scheduler: Scheduler,
-        plan: Callable[[int], Plan],
+        plan: Callable[[Sequence[Chunk]], Plan],
         overlap: Overlap,
         tokenizer: Callable[[], Decoder],
     ) -> None:
@@ -192,7 +165,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        plan = self._plan(rows_of(chunks))
+        plan = self._plan(chunks)
         collectives, bytes_sent = self.workspace.collectives, self.workspace.bytes_sent
         rows = self.forward(chunks, plan)
         # Counted before the head, which gathers by its own means.
