@@ -1,5 +1,6 @@
 # make demo   real weights answer a prompt on this machine, tensor parallel over 2 processes
 # make test   lint, types and the whole test suite, in an environment of its own
+# make format, make docs   bring the code's format, the picture and the README's tables up to date
 #
 # Needs Python 3.10 or newer with venv and pip, and nothing else. TORCH is what pip is asked for where the environment
 # has no torch yet; where that would be gigabytes of CUDA that you don't want:
@@ -12,7 +13,7 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 # One thread a process: the demo and the tests run several processes on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 
 demo: .venv/.ready
 	@echo "demo: fetching SmolLM2-135M-Instruct (98 MB, once)"
@@ -30,6 +31,10 @@ lint: .venv-test/.ready
 format: .venv-test/.ready
 	.venv-test/bin/ruff check --fix .
 	.venv-test/bin/ruff format .
+
+docs: .venv-test/.ready
+	.venv-test/bin/python scripts/draw_weave.py
+	.venv-test/bin/python scripts/readme_tables.py
 
 clean:
 	rm -rf .venv .venv-test build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,96 @@
+"""Fills README.md's measured section from benchmarks/results/*.json, so that no figure there is typed by hand.
+
+    python scripts/readme_tables.py           # rewrite the section
+    python scripts/readme_tables.py --check   # exit 1 if it is out of date
+
+A result file that is to be shown has an object "readme": {"title": str, "columns": [str], "rows": [[str or number]],
+"note": str (optional)}, and "machine": str, which names hardware, link, clocks or power, and versions. Other files, and
+everything else in these, are left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BEGIN = "<!-- measured: begin, written by scripts/readme_tables.py -->"
+END = "<!-- measured: end -->"
+NOTHING = "No GPU figures have been published in this repository yet; `benchmarks/results/` is empty of them."
+
+
+class TableError(ValueError):
+    """A result file or the README cannot be used; says which and why."""
+
+
+def tables(folder: Path) -> str:
+    """The section's text: one table a result file that has one, in the order of their names.
+
+    Raises:
+        TableError: a file is not JSON, or its table lacks something or has ragged rows.
+    """
+    parts = [_table(path) for path in sorted(folder.glob("*.json"))]
+    return "\n\n".join(part for part in parts if part) or NOTHING
+
+
+def filled(readme: str, section: str) -> str:
+    """``readme`` with the text between the markers replaced."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise TableError(f"README.md has no lines {BEGIN!r} and {END!r}, in this order")
+    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+
+
+def _table(path: Path) -> str:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TableError(f"{path.name} is not JSON: {error}") from None
+    table = result.get("readme") if isinstance(result, dict) else None
+    if table is None:
+        return ""
+    machine = result.get("machine")
+    if not isinstance(machine, str) or not machine:
+        raise TableError(f"{path.name}: a table needs the machine that it was measured on, as text in 'machine'")
+    for key in ("title", "columns", "rows"):
+        if not table.get(key):
+            raise TableError(f"{path.name}: 'readme' has no {key!r}")
+    columns = table["columns"]
+    ragged = [row for row in table["rows"] if len(row) != len(columns)]
+    if ragged:
+        raise TableError(f"{path.name}: row {ragged[0]} has {len(ragged[0])} cells; there are {len(columns)} columns")
+    lines = [f"**{table['title']}** ({machine})", "", _row(columns), _row(["---"] + ["---:"] * (len(columns) - 1))]
+    lines += [_row(row) for row in table["rows"]]
+    if table.get("note"):
+        lines += ["", table["note"]]
+    return "\n".join(lines)
+
+
+def _row(cells: list[Any]) -> str:
+    return "| " + " | ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the section is out of date")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    try:
+        new = filled(old, tables(ROOT / "benchmarks" / "results"))
+    except TableError as error:
+        sys.exit(f"readme_tables: {error}")
+    if args.check:
+        if new != old:
+            print("README.md's measured section is out of date: run scripts/readme_tables.py", file=sys.stderr)
+        return int(new != old)
+    readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What the documents show is what the code says: the picture of the weave, the README's tables, links and commands."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from tokenweave.planning import Mode
+from tokenweave.planning.cost import makespan
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import draw_weave  # noqa: E402
+import readme_tables  # noqa: E402
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _batched(items: list, n: int) -> list[tuple]:
+    return list(zip(*[iter(items)] * n, strict=True))
+
+
+@pytest.mark.parametrize("mode", list(Mode), ids=str)
+def test_the_pictures_walk_takes_as_long_as_the_planner_says(mode):
+    """run_stages on a virtual clock, and the planner's closed form, are two independent accounts of the schedule."""
+    boxes, end = draw_weave.timeline(mode)
+    splits = 2 if mode is Mode.WOVEN else 1
+    pairs = [
+        (compute.end - compute.start, collective.end - collective.start) for compute, collective in _batched(boxes, 2)
+    ]
+    stages = [list(stage) for stage in _batched(pairs, splits)]
+    assert len(stages) == 1 + 2 * draw_weave.LAYERS
+    assert end == pytest.approx(float(makespan([(stages, 1)])))
+
+
+def test_the_picture_shows_overlap_in_the_woven_mode_alone():
+    def overlap(mode: Mode) -> float:
+        boxes, _ = draw_weave.timeline(mode)
+        by_stream = [[b for b in boxes if b.stream == stream] for stream in ("compute", "communication")]
+        return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a, b in itertools.product(*by_stream))
+
+    assert overlap(Mode.SEQUENTIAL) == overlap(Mode.FUSED) == 0
+    assert overlap(Mode.WOVEN) > 0
+
+
+def test_the_picture_is_the_one_that_the_code_draws():
+    drawn, kept = (
+        ElementTree.fromstring(text) for text in (draw_weave.draw(), (ROOT / "docs" / "weave.svg").read_text("utf-8"))
+    )
+    words = [[element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")] for svg in (drawn, kept)]
+    assert words[0] == words[1], "run `make docs`"
+
+
+def test_the_readmes_tables_are_the_measured_ones():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert readme == readme_tables.filled(readme, readme_tables.tables(ROOT / "benchmarks" / "results")), "`make docs`"
+
+
+def test_a_result_becomes_a_table_with_its_machine(tmp_path):
+    table = {
+        "title": "Prefill",
+        "columns": ["tokens", "ms"],
+        "rows": [[512, 1.25], [1024, 2.0]],
+        "note": "Lower is better.",
+    }
+    (tmp_path / "a.json").write_text(json.dumps({"machine": "2 x NVIDIA H200, NVLink", "readme": table}))
+    (tmp_path / "b.json").write_text(json.dumps({"rounds": []}))
+    assert readme_tables.tables(tmp_path) == (
+        "**Prefill** (2 x NVIDIA H200, NVLink)\n\n| tokens | ms |\n| --- | ---: |\n| 512 | 1.25 |\n| 1024 | 2 |\n\n"
+        "Lower is better."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a.json is not JSON"),
+        ('{"readme": {"title": "x", "columns": ["a"], "rows": [[1]]}}', "needs the machine"),
+        ('{"machine": "m", "readme": {"title": "x", "columns": ["a"]}}', "has no 'rows'"),
+        ('{"machine": "m", "readme": {"title": "x", "columns": ["a"], "rows": [[1, 2]]}}', "2 cells; there are 1"),
+    ],
+)
+def test_a_result_that_cannot_be_shown_is_named(tmp_path, text, message):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(readme_tables.TableError, match=message):
+        readme_tables.tables(tmp_path)
+
+
+def test_a_readme_without_markers_is_an_error():
+    with pytest.raises(readme_tables.TableError, match="has no lines"):
+        readme_tables.filled("# TokenWeave\n", "")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text("utf-8")):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(document):
+    for name in re.findall(r"`((?:src|tests|scripts|docs|benchmarks)/[\w./-]+)`", document.read_text("utf-8")):
+        assert (ROOT / name).exists(), f"{document.name} names {name}"
