@@ -72,15 +72,15 @@ def config_of(file: GGUFFile) -> ModelConfig:
 
     def number(key: str, default: int | None = None) -> int:
         value = get(key, default)
-        if type(value) is not int:
-            raise ModelError(f"{path}: {architecture}.{key} is {value!r}; expected an integer")
+        if type(value) is not int or value < 0:
+            raise ModelError(f"{path}: {architecture}.{key} is {value!r}; expected a whole number")
         return value
 
     for key in _UNSUPPORTED:
         if get(key):
             raise ModelError(f"{path}: {architecture}.{key} is {get(key)}, which is not supported")
     hidden, heads, context = number("embedding_length"), number("attention.head_count"), number("context_length")
-    head_dim = number("attention.key_length", hidden // heads)
+    head_dim = number("attention.key_length", hidden // max(heads, 1))
     for key in ("rope.dimension_count", "attention.value_length"):
         if number(key, head_dim) != head_dim:
             raise ModelError(f"{path}: {architecture}.{key} is {number(key)}; supported is only head_dim, {head_dim}")
@@ -120,7 +120,7 @@ def config_of(file: GGUFFile) -> ModelConfig:
             eos_token_ids=end_tokens(data),
             bos_token_id=data.get("tokenizer.ggml.bos_token_id") if adds_bos(data) else None,
         )
-    except ModelError as error:
+    except (ModelError, TypeError, ValueError) as error:
         raise ModelError(f"{path}: {error}") from error
 
 

@@ -56,10 +56,13 @@ def read_hf_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{path}: hidden_act is {activation!r}; only silu is supported")
     heads = _number(raw, "num_attention_heads", path)
     hidden = _number(raw, "hidden_size", path)
-    head_dim = raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
+    if raw.get("head_dim") is not None:
+        head_dim = _number(raw, "head_dim", path)
+    else:
+        head_dim = 128 if family == "qwen3" else hidden // max(heads, 1)
     context = _number(raw, "max_position_embeddings", path)
     _check_window(raw, family, context, path)
-    theta, scaling, divisors = _rope(raw, int(head_dim), path)
+    theta, scaling, divisors = _rope(raw, head_dim, path)
     bias = bool(raw.get("attention_bias", False))
     try:
         return ModelConfig(
@@ -105,8 +108,8 @@ def _family(raw: dict[str, Any], path: Path) -> str:
 
 def _number(raw: dict[str, Any], key: str, path: Path) -> int:
     value = raw.get(key)
-    if type(value) is not int:
-        raise ModelError(f"{path}: {key} is {value!r}; expected an integer")
+    if type(value) is not int or value < 0:
+        raise ModelError(f"{path}: {key} is {value!r}; expected a whole number")
     return value
 
 

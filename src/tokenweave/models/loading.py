@@ -109,10 +109,11 @@ class Loader:
 
     def rows(self, parts: Sequence[Part]) -> torch.Tensor:
         """The parts' rows one below the other, [sum of shard sizes, columns] (vectors: [sum of shard sizes])."""
+        for part in parts:
+            self._check(part.name, part.shape)
         height = sum(part.rows.size for part in parts)
         out = torch.zeros(height, *parts[0].shape[1:], dtype=self._dtype, device=self._device)
         for part, view in zip(parts, out.split([part.rows.size for part in parts]), strict=True):
-            self._check(part.name, part.shape)
             for piece in self._pieces(part):
                 rows = slice(piece.source, piece.source + piece.length)
                 if len(part.shape) == 1:

@@ -118,10 +118,10 @@ class Model:
         world, n = self.shard.world_size, rows.shape[0]
         if world == 1 or n == 0:
             return mine[:, : self.config.vocab].float() if world == 1 else rows.new_empty(0, self.config.vocab).float()
-        parts = mine.new_empty(world, *mine.shape)
-        dist.all_gather_into_tensor(parts.view(world * n, -1), mine, group=self.group)
+        parts = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(parts, mine, group=self.group)
         # The last ranks' rows past the end of the vocabulary are padding: they are cut off, never sampled.
-        return parts.transpose(0, 1).reshape(n, -1)[:, : self.config.vocab].float()
+        return torch.cat(parts, dim=1)[:, : self.config.vocab].float()
 
 
 def load_model(
