@@ -50,14 +50,14 @@ def cta_choices(transport: str, gpu: Gpu, tp: int) -> tuple[int | None, ...]:
     """Thread blocks to consider for the fused collective; (None,) where the transport has no such choice."""
     if transport == "torch" or tp == 1:
         return (None,)
-    return tuple(ctas for ctas in CTA_CHOICES if ctas * 4 <= gpu.sms)
+    return tuple(ctas for ctas in CTA_CHOICES if ctas * 4 <= gpu.sms) or (1,)
 
 
 def held_sms(ctas: int | None, gpu: Gpu, tp: int) -> int:
     """SMs that GEMMs lose while a collective is in flight."""
     if gpu.arch == "cpu" or tp == 1:
         return 0
-    return LIBRARY_CTAS if ctas is None else ctas
+    return min(LIBRARY_CTAS, gpu.sms // 4) if ctas is None else ctas
 
 
 def norm_us(tokens: Any, hidden: int, gpu: Gpu) -> Any:

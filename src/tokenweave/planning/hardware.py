@@ -56,8 +56,8 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         # H100 SXM5 data sheet: 989.4 TFLOP/s, 3.35 TB/s, NVLink 4 at 900 GB/s both directions together. 132 SMs, 1.98 GHz
-        # boost, 50 MB L2: Hopper architecture white paper.
-        Gpu("h100", "sm_90", 132, 1.98, 989.4, 680.0, 280.0, 3350.0, 50.0, 450.0, True, gemm_cluster=2),
+        # boost, 50 MB L2: Hopper architecture white paper. Sustained: 4 % under the H200's fits published prefill times.
+        Gpu("h100", "sm_90", 132, 1.98, 989.4, 655.0, 280.0, 3350.0, 50.0, 450.0, True, gemm_cluster=2),
         # H200 SXM data sheet: the H100's chip with 4.8 TB/s. Sustained figures measured (2026-11, 700 W, torch SDPA).
         Gpu("h200", "sm_90", 132, 1.98, 989.4, 680.0, 280.0, 4800.0, 50.0, 450.0, True, gemm_cluster=2),
         # H20 data sheet: 148 TFLOP/s, 4.0 TB/s, NVLink 900 GB/s; 78 SMs, 60 MB L2. So few FLOP/s stay within the power
@@ -74,7 +74,7 @@ GPUS = {
         Gpu("l40s", "sm_89", 142, 2.52, 362.05, 249.0, 102.0, 864.0, 96.0, 32.0, False),
         # Not a data sheet: the order of magnitude of a few cores and gloo over loopback, as one "SM". It lets a machine
         # without GPUs run every path; CPU times prove nothing about GPUs.
-        Gpu("cpu", "cpu", 1, 2.5, 0.1, 0.05, 0.02, 20.0, 32.0, 2.0, False, library_us=150.0, kernel_us=5.0),
+        Gpu("cpu", "cpu", 1, 2.5, 0.3, 0.15, 0.05, 20.0, 32.0, 2.0, False, library_us=150.0, kernel_us=5.0),
     )
 }
 """Name -> GPU."""

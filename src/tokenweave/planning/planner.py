@@ -9,21 +9,23 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from tokenweave.errors import RequestError
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning import comm
-from tokenweave.planning.batch import Batch, Run, runs_of
+from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.cost import CostModel
 from tokenweave.planning.hardware import Gpu, gpu_by_name, local_gpu
 from tokenweave.planning.plan import Mode, Plan
 from tokenweave.planning.waves import aligned_cuts, gemm_sms, waves
 
 MODE_VARIABLE = "TOKENWEAVE_MODE"
-GAIN = 0.98  # a more complicated mode must promise to take at most this share of the simpler one's time
+GAIN = 0.98  # a woven step must promise to take at most this share of the best other mode's time: the model's own error
+CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
+TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
 CACHED_PLANS = 8192
 
 
@@ -85,7 +87,6 @@ class _Woven:
     us: float
 
 
-@dataclass
 class Planner:
     """Plans for one model on ``tp`` equal GPUs.
 
@@ -97,26 +98,29 @@ class Planner:
         mode: ``"auto"`` or a :class:`Mode` for every plan that does not name one itself; None reads the environment
             variable TOKENWEAVE_MODE (auto where it is unset), which must then be the same on all ranks.
 
+    Attributes:
+        model: the cost model that decides.
+
     Raises:
         RequestError: an unknown GPU, mode or transport, or tp < 1.
         ModelError: more ranks than query heads.
     """
 
-    config: ModelConfig
-    gpu: Gpu | str | None = None
-    tp: int = 1
-    transport: str | None = None
-    mode: Mode | str | None = None
-    model: CostModel = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.tp < 1:
-            raise RequestError(f"tensor parallel size {self.tp}; expected 1 or more")
-        gpu = local_gpu() if self.gpu is None else gpu_by_name(self.gpu) if isinstance(self.gpu, str) else self.gpu
-        transport = comm.check_transport(self.transport or comm.default_transport(gpu, self.tp), gpu)
-        self.gpu, self.transport = gpu, transport
-        self._default_mode = _mode(os.environ.get(MODE_VARIABLE) or "auto" if self.mode is None else self.mode)
-        self.model = CostModel(self.config, gpu, self.tp, transport)
+    def __init__(
+        self,
+        config: ModelConfig,
+        gpu: Gpu | str | None = None,
+        tp: int = 1,
+        transport: str | None = None,
+        mode: Mode | str | None = None,
+    ) -> None:
+        if tp < 1:
+            raise RequestError(f"tensor parallel size {tp}; expected 1 or more")
+        known = _gpu(gpu)
+        transport = comm.check_transport(transport or comm.default_transport(known, tp), known)
+        self.model = CostModel(config, known, tp, transport)
+        self._default_mode = _mode(_environment_mode() if mode is None else mode)
+        self._gain = CPU_GAIN if known.arch == "cpu" else GAIN
         self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
 
     def plan(
@@ -132,7 +136,7 @@ class Planner:
 
         Args:
             tokens: rows of the step, 1 or more.
-            context: positions that precede them, if they are one sequence.
+            context: positions that precede them, if they are one sequence (with ``sequences`` it has no meaning).
             sequences: (rows, context) of each sequence; default: one of ``tokens`` rows. Their order changes nothing.
             mode: ``"auto"`` or a mode that overrides the planner's; a woven step of one row is impossible and runs fused.
             allow_woven: False forbids a cut, whatever the mode says: a row of the suffix must be in the cache before a
@@ -181,10 +185,7 @@ class Planner:
     ) -> tuple[Batch, Mode | None, bool]:
         if tokens < 1:
             raise RequestError(f"a step of {tokens} tokens; expected 1 or more")
-        runs = (
-            (Run(tokens, context, True),) if sequences is None and tokens > 1 else runs_of(sequences or [(1, context)])
-        )
-        batch = Batch(runs)
+        batch = Batch(runs_of([(tokens, context)] if sequences is None else sequences))
         if batch.tokens != tokens:
             raise RequestError(f"the sequences have {batch.tokens} rows together; the step has {tokens}")
         return batch, self._default_mode if mode is None else _mode(mode), allow_woven
@@ -201,9 +202,9 @@ class Planner:
         best, limit = Plan(Mode.SEQUENTIAL), self.model.unsplit_us(batch, "sequential")
         if (us := self.model.unsplit_us(batch, "fused", ctas)) < limit:
             best, limit = fused, us
-        if allow_woven and self.tp > 1:
+        if allow_woven and self.model.tp > 1:
             woven = self._best_woven(batch)
-            if woven is not None and woven.us < limit * GAIN:
+            if woven is not None and woven.us < limit * self._gain:
                 best = self._woven_plan(woven)
         return best
 
@@ -216,7 +217,7 @@ class Planner:
         """The best cut and CTAs. None for a single row.
 
         For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where there is
-        any such cut, else all tile-aligned ones; of those the one with the shortest makespan.
+        any such cut, else all tile-aligned ones; of those the one with the shortest makespan (see TIE).
         """
         model, tokens = self.model, batch.tokens
         cuts = aligned_cuts(tokens, model.gpu)
@@ -228,11 +229,12 @@ class Planner:
         flat = cuts[index]
         each = None if model.ctas == (None,) else np.array(model.ctas, dtype=np.int64)[choice]
         times = model.woven_us(batch, flat, each)
-        best = int(times.argmin())
+        close = np.nonzero(times <= times.min() * (1 + TIE))[0]
+        best = close[abs(2 * flat[close] - tokens).argmin()]
         return _Woven(int(flat[best]), None if each is None else int(each[best]), float(times[best]))
 
     def _woven_plan(self, woven: _Woven) -> Plan:
-        sms = gemm_sms(self.model.gpu, self.model.held(woven.ctas))
+        sms = int(gemm_sms(self.model.gpu, self.model.held(woven.ctas)))
         return Plan(
             Mode.WOVEN,
             split=woven.cut,
@@ -243,7 +245,7 @@ class Planner:
 
     def _waves(self, tokens: int, plan: Plan) -> Waves:
         model = self.model
-        sms = gemm_sms(model.gpu, model.held(plan.ctas) if plan.mode is Mode.WOVEN else 0)
+        sms = int(gemm_sms(model.gpu, model.held(plan.ctas) if plan.mode is Mode.WOVEN else 0))
         (tiles,) = model.tiling.whole_tiles(tokens, np.array([sms]))
         parts = [tokens] if plan.split is None else [tokens, plan.split, tokens - plan.split]
         counts = [
@@ -260,7 +262,7 @@ class Planner:
             return f"{asked} was asked for"
         if asked is not None:
             return f"{asked} was asked for, but " + ("cuts are vetoed" if not allow_woven else "one row cannot be cut")
-        if self.tp == 1:
+        if self.model.tp == 1:
             return "one rank has nothing to communicate"
         if plan.mode is Mode.WOVEN:
             return f"weaving saves {1 - times['woven'] / times['sequential']:.0%} of sequential's time"
@@ -269,7 +271,9 @@ class Planner:
         if woven is None:
             return "one row cannot be cut"
         gain = 1 - times["woven"] / times[str(plan.mode)]
-        return f"the best cut would change {plan.mode}'s time by {-gain:+.1%}; it must save {1 - GAIN:.0%} or more"
+        return (
+            f"the best cut would change {plan.mode}'s time by {-gain:+.1%}; it must save {1 - self._gain:.0%} or more"
+        )
 
 
 def _mode(name: Mode | str) -> Mode | None:
@@ -287,6 +291,14 @@ def _mode(name: Mode | str) -> Mode | None:
 def _cluster(ctas: int | None) -> int | None:
     """Clusters of 4 help from 16 CTAs on (measured on H200); fewer CTAs are better alone."""
     return 4 if ctas is not None and ctas >= 16 and ctas % 4 == 0 else None
+
+
+def _gpu(gpu: Gpu | str | None) -> Gpu:
+    return local_gpu() if gpu is None else gpu_by_name(gpu) if isinstance(gpu, str) else gpu
+
+
+def _environment_mode() -> str:
+    return os.environ.get(MODE_VARIABLE) or "auto"
 
 
 @functools.lru_cache(maxsize=16)
@@ -307,7 +319,5 @@ def plan(
     allow_woven: bool = True,
 ) -> Plan:
     """The plan of one step: :meth:`Planner.plan` of a planner that is kept for the next call with the same arguments."""
-    known = local_gpu() if gpu is None else gpu_by_name(gpu) if isinstance(gpu, str) else gpu
-    default = os.environ.get(MODE_VARIABLE) or "auto"
-    planner = _planner(config, known, tp, transport, default)
+    planner = _planner(config, _gpu(gpu), tp, transport, _environment_mode())
     return planner.plan(tokens, context=context, sequences=sequences, mode=mode, allow_woven=allow_woven)

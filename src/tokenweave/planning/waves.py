@@ -67,7 +67,7 @@ _WIDE = _tiles(
     *_SMALL,
     (64, (64, 96, 128, 192, 256)),
     (128, (64, 96, 128, 160, 192, 208, 224, 256)),
-    (192, (128, 160)),
+    (192, (128, 160, 192)),
     (256, (128,)),
 )
 TILES = {
@@ -80,7 +80,7 @@ TILES = {
 """Architecture -> tile shapes that its GEMM library has."""
 
 WAVE_US = 1.0  # of each wave: filling the pipeline and writing the tile
-MAX_CUTS = 128
+MAX_CUTS = 128  # of one batch
 HBM_SHARE = 0.85  # of the data sheet's bandwidth, in streaming kernels
 
 
@@ -106,8 +106,8 @@ def mlp_gemms(config: ModelConfig, tp: int) -> tuple[Gemm, Gemm]:
 
 
 def gemm_sms(gpu: Gpu, held: Any) -> Any:
-    """SMs that a GEMM beside ``held`` busy ones can use, whole clusters of them. int or int64 array, as ``held`` is."""
-    return (gpu.sms - held) // gpu.gemm_cluster * gpu.gemm_cluster
+    """SMs that a GEMM beside ``held`` busy ones can use, whole clusters of them, at least one SM. int or int64."""
+    return np.maximum(1, (gpu.sms - held) // gpu.gemm_cluster * gpu.gemm_cluster)
 
 
 def tiles_in(gemm: Gemm, tile: Tile, tokens: Any) -> Any:
@@ -151,7 +151,7 @@ def aligned_cuts(tokens: int, gpu: Gpu) -> np.ndarray:
 
     Where the batch is no longer than a row step it is the middle; empty for fewer than two tokens. Nothing between
     multiples of a tile's height can need fewer waves: rounding the prefix up to the next one keeps its tiles and can only
-    take some from the suffix. In batches so long that the step is doubled, one wave is under a percent of the time.
+    take some from the suffix. Long batches get a coarser grid so that a plan stays under a millisecond.
     """
     step = row_step(gpu)
     if tokens <= step:

@@ -1,0 +1,78 @@
+"""``tokenweave plan``: how batches would be run on given GPUs, with waves and predicted times, before renting any."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from tokenweave.errors import RequestError
+from tokenweave.models import read_config
+from tokenweave.planning import GPUS, Explanation, Planner
+from tokenweave.planning.comm import TRANSPORTS
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("plan", description=__doc__, help="show how a batch would be run, and why")
+    parser.add_argument("--model", required=True, help="Hugging Face folder, GGUF file or built-in name (Llama-3.1-8B)")
+    parser.add_argument("--gpu", help=f"{', '.join(GPUS)}; default: this machine's")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
+    parser.add_argument("--tokens", required=True, help="rows of the step; several separated by commas")
+    parser.add_argument("--context", type=int, default=0, help="positions that precede them (default 0)")
+    parser.add_argument("--transport", help=f"{', '.join(TRANSPORTS)}; default: the one with the least traffic")
+    parser.add_argument("--mode", help="auto, sequential, fused or woven; default: TOKENWEAVE_MODE, or auto")
+    parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list for several --tokens")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan of each number of tokens."""
+    steps = _numbers(args.tokens)
+    planner = Planner(read_config(args.model), args.gpu, args.tp, args.transport, args.mode)
+    explained = [planner.explain(tokens, context=args.context) for tokens in steps]
+    if args.json:
+        objects = [explanation.as_json() for explanation in explained]
+        print(json.dumps(objects if len(objects) > 1 else objects[0], indent=2))
+        return 0
+    print(f"{args.model}, tp {args.tp} on {planner.model.gpu.name}, transport {planner.model.transport}")
+    for explanation in explained:
+        print("\n" + text(explanation))
+    return 0
+
+
+def text(explanation: Explanation) -> str:
+    """One plan as a person reads it."""
+    plan, waves = explanation.plan, explanation.waves
+    lines = [f"{explanation.tokens} tokens: {plan.mode}" + ("" if plan.split is None else _cut(explanation))]
+    lines.append(f"  why        {explanation.reason}")
+    if plan.ctas is not None:
+        cluster = "" if plan.cluster is None else f", clusters of {plan.cluster}"
+        lines.append(f"  collective {plan.ctas} CTAs{cluster}")
+    if plan.gemm_sms:
+        lines.append(f"  GEMM SMs   {', '.join(map(str, sorted(set(plan.gemm_sms.values()))))}")
+    each = ", ".join(f"{gemm} {_counts(counts)}" for gemm, counts in waves.by_gemm.items())
+    total = (
+        (waves.whole,) if waves.prefix is None or waves.suffix is None else (waves.whole, waves.prefix, waves.suffix)
+    )
+    lines.append(f"  waves      {_counts(total)} a layer: {each}")
+    best = min(ms for mode, ms in explanation.predicted_ms.items() if mode != "no_comm")
+    for mode, ms in explanation.predicted_ms.items():
+        note = {"no_comm": "  (bound: collectives removed)"}.get(mode, "")
+        lines.append(f"  {mode:<10} {ms:10.3f} ms  {ms / best:5.2f}x{note}")
+    return "\n".join(lines)
+
+
+def _cut(explanation: Explanation) -> str:
+    split = explanation.plan.split or 0
+    return f", cut {split} + {explanation.tokens - split}"
+
+
+def _counts(counts: tuple[int, ...]) -> str:
+    whole, *halves = counts
+    return f"{whole} whole, {' + '.join(map(str, halves))} cut" if halves else f"{whole}"
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise RequestError(f"--tokens {text!r}; expected whole numbers separated by commas, e.g. 512,4096") from None
