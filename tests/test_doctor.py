@@ -95,6 +95,17 @@ def test_missing_packages_are_named_with_the_command_that_gets_them(monkeypatch)
     assert "PROBLEM: missing: gguf, tqdm\n    pip install 'gguf>=0.10' 'tqdm>=4.64'" in text(report)
 
 
+def test_sources_that_are_not_installed(monkeypatch):
+    def missing(name):
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", missing)
+    report = doctor.examine()
+    assert not report.broken
+    assert "packages    unknown" in text(report)
+    assert "hint: this package is imported from its sources" in text(report)
+
+
 def test_two_gpus(two_h200):
     report = doctor.examine()
     shown = text(report)

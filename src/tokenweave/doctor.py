@@ -98,6 +98,10 @@ def examine() -> Report:
     if sys.version_info < PYTHON_MIN:
         advice.append(Advice(f"Python {platform.python_version()} is too old", "install Python 3.10 or newer", True))
     required, for_cuda = requirements(), requirements("cuda")
+    if not required:
+        advice.append(
+            Advice("this package is imported from its sources, so what it needs is unknown", "pip install -e .")
+        )
     packages = {name: _version(name) for name in required if name != "torch"}
     cuda_packages = {name: _version(name) for name in for_cuda}
     missing = [name for name, version in packages.items() if version is None]
@@ -150,9 +154,16 @@ def examine() -> Report:
 
 
 def requirements(extra: str = "") -> dict[str, str]:
-    """What this package's metadata requires, as name -> requirement, e.g. ``{"numpy": "numpy>=1.26"}``."""
+    """What this package's metadata requires, as name -> requirement, e.g. ``{"numpy": "numpy>=1.26"}``.
+
+    Empty if it is imported without being installed.
+    """
+    try:
+        lines = importlib.metadata.requires("tokenweave") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
     found = {}
-    for line in importlib.metadata.requires("tokenweave") or []:
+    for line in lines:
         requirement, _, condition = line.partition(";")
         of = re.search(r"extra == ['\"](\w+)['\"]", condition)
         name = re.match(r"[\w.-]+", requirement)

@@ -51,4 +51,4 @@ def text(report: Report) -> str:
 
 
 def _versions(packages: Mapping[str, str | None]) -> str:
-    return ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())
+    return ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items()) or "unknown"
