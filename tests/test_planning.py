@@ -211,6 +211,7 @@ def test_better_hardware_is_never_slower(setup, tokens: int, factor: float) -> N
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda s: f"{s[0]}-{s[1]}")
 def test_a_plan_takes_under_a_millisecond(setup) -> None:
+    """In CPU time of this thread: other processes on the machine don't count."""
     planner = planner_of(*setup)
     random_tokens = random.Random(7)
     sizes = [random_tokens.randint(1, limit) for limit in (64, 1024, 8192, 131072) for _ in range(50)]
@@ -218,14 +219,14 @@ def test_a_plan_takes_under_a_millisecond(setup) -> None:
     times = []
     for tokens in sizes:
         planner._cached.cache_clear()
-        start = time.perf_counter()
+        start = time.thread_time()
         planner.plan(tokens)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert statistics.median(times) < 1e-3
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         planner.plan(4096)
-    assert (time.perf_counter() - start) / 1000 < 20e-6
+    assert (time.thread_time() - start) / 1000 < 20e-6
 
 
 @pytest.mark.parametrize("gpu", list(GPUS))
