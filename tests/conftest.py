@@ -29,6 +29,7 @@ def smollm2_gguf() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``@pytest.mark.gpu`` or ``@pytest.mark.gpu(count=2)``: skipped, with a reason, where there are fewer GPUs."""
     gpus = torch.cuda.device_count()
     for item in items:
         marker = item.get_closest_marker("gpu")
