@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,10 @@ VOCAB, CONTEXT, EOS = 96, 128, 2
 
 
 def save_tiny_llama(folder: Path) -> Path:
-    """Random weights large enough that greedy texts vary."""
+    """Random weights large enough that greedy texts vary, and a tokenizer of the words w0 ... w95."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -41,6 +45,14 @@ def save_tiny_llama(folder: Path) -> Path:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    names = {f"w{i}": i for i in range(VOCAB) if i != EOS} | {"<end>": EOS}
+    tokenizer = Tokenizer(WordLevel(names, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}w5 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w6{% endif %}"
+    settings = {"eos_token": "<end>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 

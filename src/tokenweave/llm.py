@@ -123,6 +123,7 @@ class LLM:
         show_progress: bool | None = None,
     ) -> None:
         from tokenweave.models import load_tokenizer, read_config
+        from tokenweave.models.sharding import shard_of
 
         self.args = EngineArgs(
             str(model),
@@ -140,7 +141,8 @@ class LLM:
         self._seed = seed
         self._requests = 0
         self._ranks: Ranks | None = None
-        read_config(self.args.model)  # what can be told from the files alone is told before any rank starts
+        # What can be told from the files alone is told before any rank starts.
+        shard_of(read_config(self.args.model), 0, tensor_parallel_size)
         self.tokenizer = load_tokenizer(self.args.model)
         if tensor_parallel_size == 1 or under_torchrun(tensor_parallel_size):
             self._ranks = LocalRank(self.args, show_progress)

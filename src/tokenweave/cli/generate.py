@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if not speaks:
         return 0
     if args.json:
-        print(json.dumps([_object(p, o) for p, o in zip(prompts, outputs, strict=True)], indent=2, ensure_ascii=False))
+        objects = [json.dumps(_object(p, o), ensure_ascii=False) for p, o in zip(prompts, outputs, strict=True)]
+        print("[\n  " + ",\n  ".join(objects) + "\n]")
         return 0
     if streams:
         print()
@@ -99,8 +100,8 @@ def summary(outputs: Sequence[Any], steps: Sequence[Any]) -> str:
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     prompt_tokens = sum(len(o.prompt_token_ids) for o in outputs)
     slowest = max(o.metrics.total_ms for o in outputs) / 1000
-    ttft = [o.metrics.ttft_ms for o in outputs]
-    first = f"{ttft[0]:.0f} ms" if len(ttft) == 1 else f"{min(ttft):.0f} to {max(ttft):.0f} ms"
+    ttft = [f"{ms:.0f}" for ms in sorted(o.metrics.ttft_ms for o in outputs)]
+    first = " to ".join(dict.fromkeys((ttft[0], ttft[-1]))) + " ms"
     # A mixed step computes prompts, so it counts as one of prefill.
     kinds = {"prefill": [s for s in steps if s.prefill_tokens], "decode": [s for s in steps if not s.prefill_tokens]}
     rows = [

@@ -17,6 +17,7 @@ from tokenweave.engine.batch import Chunk, rows_of
 from tokenweave.engine.engine import Engine, Model
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.scheduler import Scheduler
+from tokenweave.engine.text import Decoder
 from tokenweave.errors import RequestError
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream
@@ -111,7 +112,7 @@ def build_engine(
         args: the same on all ranks.
         rank: within ``group``; on CUDA also the GPU's number.
         group: the tensor-parallel group; None for a single rank.
-        progress: called as the weights load, with (bytes so far, bytes in all).
+        progress: called as the weights load, as :func:`tokenweave.models.load_model` does.
 
     Raises:
         ModelError: the model cannot be loaded, or not with so many ranks.
@@ -122,17 +123,31 @@ def build_engine(
     device = torch.device(args.device_type, rank) if args.device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dtype = args.torch_dtype
-    model: Model = load_model(
+    model = load_model(
         args.model,
         rank=rank,
         world_size=args.tensor_parallel_size,
         group=group,
-        dtype=dtype,
+        dtype=args.torch_dtype,
         device=device,
         progress=progress,
     )
-    config = model.config
+    return engine_around(model, args, group, device, functools.cache(lambda: load_tokenizer(args.model)))
+
+
+def engine_around(
+    model: Model,
+    args: EngineArgs,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    tokenizer: Callable[[], Decoder],
+) -> Engine:
+    """The engine of a model that is loaded: its cache, workspace, scheduler and planner. Every rank calls it.
+
+    Raises:
+        RequestError: as :func:`build_engine`.
+    """
+    config, dtype = model.config, args.torch_dtype
     context = config.context if args.max_context is None else args.max_context
     if context > config.context:
         raise RequestError(f"max_context={context}; this model's context is {config.context} tokens")
@@ -151,7 +166,6 @@ def build_engine(
     cache = KVCache(config.layers, cache_rows, model.kv_heads_local, config.head_dim, dtype, device)
     plan = plan_function(args, config, workspace.transport)
     overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
-    tokenizer = functools.cache(lambda: load_tokenizer(args.model))
     return Engine(model, cache, workspace, scheduler, plan, overlap, tokenizer)
 
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from tokenweave import errors
 from tokenweave.engine.build import EngineArgs
 from tokenweave.engine.engine import StepRecord, TokenEvent
+from tokenweave.engine.messages import Failure, WorkerArgs
 from tokenweave.engine.scheduler import NewRequest
-from tokenweave.engine.worker import Failure, WorkerArgs
 from tokenweave.errors import RankDied, RequestError
 
 # Seconds. When a rank fails its peers' connections break as well, and theirs may be heard first: so long the ranks have

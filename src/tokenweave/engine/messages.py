@@ -1,0 +1,64 @@
+"""What a rank's process and its parent say to each other, over the socket whose file descriptor the process is given.
+
+From the parent: a :class:`WorkerArgs`, then lists of requests, then None to end. To the parent, tuples that begin with:
+
+- ``"progress"``, parts of the model loaded, parts in all (rank 0);
+- ``"ready"``;
+- ``"events"``, a step's events (rank 0);
+- ``"done"``, the steps' records (rank 0; else an empty list);
+- ``"refused"``, message: these requests can never be served; the rank goes on;
+- ``"failed"``, a :class:`Failure`: the rank ends.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from tokenweave import errors
+from tokenweave.engine.build import EngineArgs
+from tokenweave.errors import CollectiveError, TokenWeaveError
+
+
+@dataclass(frozen=True)
+class WorkerArgs:
+    """What a rank's process needs to begin.
+
+    Attributes:
+        port: of the parent's TCPStore on 127.0.0.1, where the ranks meet.
+        die_with_thread: the kernel may end this process with the thread that started it (Linux), because that thread
+            lives as long as its process.
+    """
+
+    engine: EngineArgs
+    rank: int
+    port: int
+    die_with_thread: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ends.
+
+    Attributes:
+        error: name of the TokenWeaveError that it is, or None.
+        message: of the error; of any other exception its type and its text.
+        trace: the traceback.
+        secondary: True if it may be no more than the echo of another rank's end (a broken connection).
+    """
+
+    error: str | None
+    message: str
+    trace: str
+    secondary: bool
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        known = isinstance(error, TokenWeaveError) and hasattr(errors, type(error).__name__)
+        message = str(error) if known else "".join(traceback.format_exception_only(type(error), error)).strip()
+        lost_peer = isinstance(error, (CollectiveError, dist.DistError)) or any(
+            word in message for word in ("gloo", "NCCL", "Connection")
+        )
+        return Failure(type(error).__name__ if known else None, message, traceback.format_exc(), lost_peer)
