@@ -114,10 +114,12 @@ class Model:
         Returns:
             float32 [n, vocab], the same bits on every rank.
         """
+        world = self.shard.world_size
+        if rows.shape[0] == 0:
+            return torch.empty(0, self.config.vocab, device=rows.device)
         mine = linear(rows, self.head)
-        world, n = self.shard.world_size, rows.shape[0]
-        if world == 1 or n == 0:
-            return mine[:, : self.config.vocab].float() if world == 1 else rows.new_empty(0, self.config.vocab).float()
+        if world == 1:
+            return mine.float()
         parts = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(parts, mine, group=self.group)
         # The last ranks' rows past the end of the vocabulary are padding: they are cut off, never sampled.
