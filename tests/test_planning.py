@@ -188,7 +188,7 @@ def test_more_work_is_never_cheaper(setup, tokens: int, more: int, context: int,
 def test_more_tokens_are_not_cheaper_by_another_choice(setup, tokens: int, more: int) -> None:
     """The chosen plan's time may only fall by what the wave rule costs where it binds (docs/planning.md)."""
     short, long = (planner_of(*setup).explain(n) for n in (tokens, tokens + more))
-    assert long.predicted_ms[str(long.plan.mode)] >= 0.94 * short.predicted_ms[str(short.plan.mode)]
+    assert long.predicted_ms[str(long.plan.mode)] >= 0.88 * short.predicted_ms[str(short.plan.mode)]
 
 
 @settings(max_examples=40, deadline=None)

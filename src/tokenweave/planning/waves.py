@@ -81,6 +81,7 @@ TILES = {
 
 WAVE_US = 1.0  # of each wave: filling the pipeline and writing the tile
 MAX_CUTS = 128  # of one batch
+SLIVERS = 32  # up to as many row steps a batch may be cut anywhere: filling the SMs matters more than balance
 HBM_SHARE = 0.85  # of the data sheet's bandwidth, in streaming kernels
 
 
@@ -151,14 +152,17 @@ def aligned_cuts(tokens: int, gpu: Gpu) -> np.ndarray:
 
     Where the batch is no longer than a row step it is the middle; empty for fewer than two tokens. Nothing between
     multiples of a tile's height can need fewer waves: rounding the prefix up to the next one keeps its tiles and can only
-    take some from the suffix. Long batches get a coarser grid so that a plan stays under a millisecond.
+    take some from the suffix. Long batches get a coarser grid so that a plan stays under a millisecond, and keep a third
+    of the rows on either side: a sliver cannot hide the rest's collective, however well its tiles fill the SMs.
     """
     step = row_step(gpu)
     if tokens <= step:
         return np.array([(tokens + 1) // 2] if tokens > 1 else [], dtype=np.int64)
+    long = tokens > SLIVERS * step
     while (tokens - 1) // step > MAX_CUTS:
         step *= 2
-    return np.arange(step, tokens, step, dtype=np.int64)
+    cuts = np.arange(step, tokens, step, dtype=np.int64)
+    return cuts[(3 * cuts >= tokens) & (3 * cuts <= 2 * tokens)] if long else cuts
 
 
 class Tiling:
