@@ -23,7 +23,7 @@ from tokenweave.planning.plan import Mode, Plan
 VOCAB, CONTEXT, EOS = 96, 128, 2
 
 
-def save_tiny_llama(folder: Path) -> Path:
+def save_tiny_llama(folder: Path, context: int = CONTEXT) -> Path:
     """Random weights large enough that greedy texts vary, and a tokenizer of the words w0 ... w95."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -39,7 +39,7 @@ def save_tiny_llama(folder: Path) -> Path:
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         eos_token_id=EOS,
         initializer_range=0.4,
         tie_word_embeddings=False,
