@@ -342,6 +342,24 @@ def test_under_torchrun_the_processes_are_the_ranks(model):
         assert llm.generate("w10 w11", params)[0].outputs[0].token_ids == answer["token_ids"]
 
 
+def answer_alone(path):
+    with LLM(path, device="cpu", show_progress=False) as llm:
+        return llm.generate("w10 w11", GREEDY)[0].outputs[0].token_ids
+
+
+def test_a_single_rank_in_a_program_with_a_process_group_of_its_own(model, llms):
+    expected = llms[0].generate("w10 w11", GREEDY)[0].outputs[0].token_ids
+    assert run_ranks(2, answer_alone, str(model)) == [expected] * 2
+
+
+def test_token_ids_may_be_arrays(llms):
+    import numpy as np
+
+    lists = llms[0].generate({"prompt_token_ids": [10, 11]}, GREEDY)
+    arrays = llms[0].generate([{"prompt_token_ids": kind([10, 11])} for kind in (np.array, torch.tensor)], GREEDY)
+    assert [o.outputs for o in arrays] == [lists[0].outputs] * 2
+
+
 def test_another_number_of_processes_than_ranks_is_an_error(model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "0")

@@ -260,7 +260,8 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"]
+            ids = prompt["prompt_token_ids"]
+            return ids.tolist() if hasattr(ids, "tolist") else ids  # arrays and tensors are welcome
         if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
             return self.tokenizer.encode(prompt["prompt"])
         raise RequestError(

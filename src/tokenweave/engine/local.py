@@ -72,6 +72,8 @@ class LocalRank:
                 dist.init_process_group(args.backend)
                 self._started_group = True
             rank, group = dist.get_rank(), dist.group.WORLD
+        elif dist.is_initialized():  # for something else of the user's: WORLD is not ours
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         try:
             with progress_bar(show_progress and rank == 0) as progress:
                 self._engine = build_engine(args, rank=rank, group=group, progress=progress)
