@@ -142,6 +142,7 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
         ({"llama.attention.sliding_window": 64}, "sliding_window is 64, shorter than the context of 256"),
         ({"llama.rope.scaling.type": "yarn"}, "rotary scaling 'yarn' is not supported"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8"),
+        ({"llama.block_count": 2}, r"9 tensors have no place in a model of this configuration: blk\.2\.attn_k"),
         ({"llama.block_count": 4}, r"tensor model\.layers\.3\.\S+ is missing"),
         ({"llama.feed_forward_length": 97}, r"has shape \[96, 64\]; the model's configuration needs \[97, 64\]"),
         ({"split.count": 2}, "part 1 of a file split in 2"),

@@ -35,7 +35,7 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
     save_file(tensors, folder / "model.safetensors")
 
 
-def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+def edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     value = json.loads(path.read_text())
     edit(value)
     path.write_text(json.dumps(value))
@@ -113,6 +113,31 @@ def test_missing_head_of_an_untied_model(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ModelError, match=r"tensor lm_head\.weight is missing"):
         load_model(folder)
+
+
+def test_tensors_of_another_model_are_an_error(folder: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+
+    edit_tensors(folder, edit)
+    with pytest.raises(ModelError, match=r"1 tensors have no place in .*: model\.layers\.0\.self_attn\.q_norm\.weight"):
+        load_model(folder)
+
+
+def test_fewer_layers_than_the_file_has(folder: Path) -> None:
+    edit_json(folder / "config.json", lambda config: config.update(num_hidden_layers=2))
+    with pytest.raises(
+        ModelError, match=r"9 tensors have no place in a model of this configuration: model\.layers\.2\."
+    ):
+        load_model(folder)
+
+
+def test_tables_of_old_checkpoints_are_ignored(folder: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    edit_tensors(folder, edit)
+    assert load_model(folder).config.layers == 3
 
 
 def test_wrong_shape_is_told_with_both(folder: Path) -> None:

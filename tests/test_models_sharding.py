@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,9 @@ class Memory:
         index = (slice(rows.start, rows.stop), slice(columns.start, columns.stop))
         self.reads[index] += 1
         return self.tensor[index]
+
+    def others(self, names: Set[str]) -> list[str]:
+        return []
 
 
 def whole_from(parts: list[torch.Tensor], shards: list[Shard], count: int, dim: int) -> torch.Tensor:

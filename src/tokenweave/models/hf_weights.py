@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,8 @@ class HfWeights:
         rows = range(tensor.get_shape()[0]) if rows is None else rows
         columns = range(tensor.get_shape()[1]) if columns is None else columns
         return tensor[rows.start : rows.stop, columns.start : columns.stop]
+
+    def others(self, names: Set[str]) -> list[str]:
+        """Tensors that are none of ``names``, but for tables that old checkpoints hold and a second copy of tied weights."""
+        rest = set(self._file_of) - names - {"lm_head.weight"}
+        return sorted(name for name in rest if not name.endswith(".rotary_emb.inv_freq"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -34,6 +34,9 @@ class Weights(Protocol):
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         """Rows and columns of a matrix, or a whole vector."""
+
+    def others(self, names: Set[str]) -> list[str]:
+        """The checkpoint's own names of tensors that are none of ``names`` and that a model computes with."""
 
 
 class GGUFWeights:
@@ -71,6 +74,10 @@ class GGUFWeights:
         heads = values.view(-1, self._head_dim // 2, 2, *values.shape[1:])
         return heads.transpose(1, 2).reshape(values.shape)
 
+    def others(self, names: Set[str]) -> list[str]:
+        # The divisors of the rotary frequencies are part of the configuration.
+        return sorted(set(self._file.tensors) - {self._find(name)[0] for name in names} - {"rope_freqs.weight"})
+
     def _find(self, name: str) -> tuple[str, int | None]:
         tensor = gguf_config.tensor_name(name)
         stacked = gguf_config.stacked_experts(tensor)
@@ -101,6 +108,7 @@ class Loader:
 
     def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, unit_rows: int) -> None:
         self._weights, self._dtype, self._device, self._unit_rows = weights, dtype, device, unit_rows
+        self._names: set[str] = set()
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """[size], whole: norm weights and biases that are added once."""
@@ -144,7 +152,18 @@ class Loader:
                 length = min(step, segment.length - offset)
                 yield Segment(segment.target + offset, segment.source + offset, length)
 
+    def finish(self) -> None:
+        """Raises ModelError if the checkpoint has tensors that were not asked for: the model computes something else."""
+        others = self._weights.others(self._names)
+        if others:
+            raise ModelError(
+                f"{self._weights.file_of(others[0])}: {len(others)} tensors have no place in a model of this "
+                f"configuration: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}; the weights belong to "
+                f"another configuration, or the model is a variant that is not supported"
+            )
+
     def _check(self, name: str, expected: tuple[int, ...]) -> None:
+        self._names.add(name)
         found = self._weights.shape(name)
         if found is None:
             raise ModelError(

@@ -170,6 +170,7 @@ def load_model(
         report(index + 2)
     final_norm = loader.vector("model.norm.weight", config.hidden)
     head = embedding if config.tied_embeddings else loader.rows([Part("lm_head.weight", vocab_shape, shard.vocab)])
+    loader.finish()
     report(total)
     return Model(config, shard, group, dtype, device, embedding, tuple(layers), final_norm, head)
 
