@@ -25,6 +25,7 @@ def fused_allreduce_rmsnorm(
     ctas: int | None = None,
     cluster: int | None = None,
     rows: torch.Tensor | None = None,
+    row_count: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     has_residual: bool = True,
     layout: Layout = "sharded",
@@ -49,6 +50,8 @@ def fused_allreduce_rmsnorm(
         ctas: thread blocks of the kernel (GPU transports), None for the default.
         cluster: thread blocks per cluster (GPU transports), None for none.
         rows: int64 [n], ascending: only these rows are normalised and sent (the sampled rows of a last stage).
+        row_count: int32 [1], the number of real rows, at most tokens, read on the device when the kernel runs, so that a
+            captured graph sends only real rows; rows behind it are not touched. None: all rows are real.
         out: [tokens or n, hidden] to write to; default: in place of ``partial``, or a new tensor if ``rows`` is given.
         has_residual: False: nothing is added, ``residual`` only receives the sum (after an embedding).
         layout: of ``residual``.
@@ -65,6 +68,32 @@ def fused_allreduce_rmsnorm(
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
     _check("fused_allreduce_rmsnorm", partial, residual, epilogue, workspace, channel, rows, out, layout)
+    if workspace.transport == "p2p":
+        from tokenweave.collective import cuda_backend
+
+        return (
+            cuda_backend.fused(
+                partial,
+                residual,
+                epilogue,
+                workspace,
+                rows,
+                out,
+                layout == "replicated",
+                channel=channel,
+                ctas=ctas,
+                cluster=cluster,
+                row_count=row_count,
+            ),
+            None,
+        )
+    if row_count is not None:  # this transport splits the rows on the host
+        real = min(partial.shape[0], max(0, int(row_count)))
+        partial, residual, out = (
+            partial[:real],
+            residual[:real],
+            None if out is None or rows is not None else out[:real],
+        )
     if out is None:
         out = partial if rows is None else partial.new_empty(rows.numel(), workspace.hidden)
     return torch_backend.fused(partial, residual, epilogue, workspace, rows, out, layout == "replicated"), None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tokenweave.errors import CollectiveError
 
+if TYPE_CHECKING:
+    from tokenweave.collective.symmetric import Symmetric
+
+log = logging.getLogger(__name__)
 _names = itertools.count()
 _open: dict[str, Workspace] = {}
 
@@ -28,14 +34,20 @@ class Workspace:
         device: of the buffers.
         channels: how many collectives may be in flight at once (one per stream).
         regions: independent buffers of [max_tokens, hidden]; two allow stages that are not ``in_place``.
+        staging: one more region, for partial sums or results that are not in the workspace; without it such calls are
+            errors on the GPU transports.
+        transport: ``"auto"``, ``"torch"`` or ``"p2p"``.
+        time_limit: seconds after which a kernel stops waiting for a peer.
 
     Attributes:
         handle: str, names this workspace to ``torch.library`` ops.
-        transport: ``"torch"``, ``"p2p"`` or ``"multimem"``: which implementation runs.
+        transport: ``"torch"`` or ``"p2p"``: which implementation runs.
+        reason: why that one.
         rank, world_size: within ``group``.
+        collectives, bytes_sent, copies: counters since creation; copies of whole batches into or out of the staging.
 
     Raises:
-        CollectiveError: arguments out of range.
+        CollectiveError: arguments out of range, or ``transport="p2p"`` where the GPUs cannot share memory.
     """
 
     def __init__(
@@ -48,6 +60,9 @@ class Workspace:
         device: torch.device | str = "cpu",
         channels: int = 2,
         regions: int = 2,
+        staging: bool = True,
+        transport: str = "auto",
+        time_limit: float = 20.0,
     ) -> None:
         if hidden < 8 or hidden % 8 or hidden > 16384:
             raise CollectiveError(f"Workspace: hidden={hidden}; expected a multiple of 8 from 8 to 16384")
@@ -63,10 +78,19 @@ class Workspace:
         self.channels, self.regions = channels, regions
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.transport = "torch"
+        self.time_limit = time_limit
         self.collectives = 0
         self.bytes_sent = 0
-        self._data: torch.Tensor | None = torch.zeros(regions, max_tokens, hidden, dtype=dtype, device=self.device)
+        self.copies = 0
+        self.symmetric: Symmetric | None = None
+        self.transport, self.reason = choose_transport(transport, self.device, self.world_size)
+        self._staging = staging
+        if self.transport == "p2p":
+            self._allocate_symmetric(fall_back=transport == "auto")
+        if self.transport == "torch":
+            self._data: torch.Tensor | None = torch.zeros(regions, max_tokens, hidden, dtype=dtype, device=self.device)
+        if self.rank == 0:
+            log.info("collectives run on the %s transport: %s", self.transport, self.reason)
         self.handle = f"tokenweave-{next(_names)}"
         _open[self.handle] = self
 
@@ -90,9 +114,46 @@ class Workspace:
         """Whether :meth:`close` was called: its memory is gone, and collectives refuse it."""
         return self._data is None
 
+    def staging(self, tokens: int) -> torch.Tensor:
+        """[tokens, hidden] of the staging region: copies of what peers could not reach otherwise."""
+        if self._data is None or not self._staging:
+            raise CollectiveError(
+                "this call's partial sums or result are outside the workspace, which was created with staging=False: write "
+                "them to workspace.buffer(tokens), or create it with staging=True"
+            )
+        return self._data[self.regions, :tokens]
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Bytes from the start of the symmetric memory if the whole tensor lies in it, with contiguous rows; else None."""
+        if self._data is None or self.symmetric is None or not tensor.is_contiguous():
+            return None
+        offset = tensor.data_ptr() - self._data.data_ptr()
+        return offset if offset >= 0 and offset + tensor.nbytes <= self._data.nbytes else None
+
+    def _allocate_symmetric(self, *, fall_back: bool) -> None:
+        from tokenweave.collective.symmetric import allocate
+
+        assert self.group is not None
+        try:
+            self.symmetric = allocate(
+                self.group,
+                max_tokens=self.max_tokens,
+                hidden=self.hidden,
+                dtype=self.dtype,
+                device=self.device,
+                channels=self.channels,
+                regions=self.regions + self._staging,
+            )
+            self._data = self.symmetric.data
+        except CollectiveError as error:
+            if not fall_back:
+                raise
+            self.transport, self.reason = "torch", str(error)
+
     def close(self) -> None:
         """Releases the memory; idempotent."""
         self._data = None
+        self.symmetric = None
         _open.pop(self.handle, None)
 
     def __enter__(self) -> Workspace:
@@ -102,6 +163,30 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def choose_transport(asked: str, device: torch.device, world_size: int) -> tuple[str, str]:
+    """(transport, why), from what all ranks know.
+
+    Raises:
+        CollectiveError: the transport that was asked for does not exist or cannot run on this device.
+    """
+    if asked not in ("auto", "torch", "p2p"):
+        raise CollectiveError(f"Workspace: transport={asked!r}; expected 'auto', 'torch' or 'p2p'")
+    if asked == "torch":
+        return "torch", "it was asked for"
+    missing = None
+    if device.type != "cuda":
+        missing = f"p2p needs NVIDIA GPUs, and the device is {device.type}"
+    elif not 2 <= world_size <= 8:
+        missing = f"p2p takes 2 to 8 ranks, and the group has {world_size}"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        missing = f"p2p needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    if missing is None:
+        return "p2p", "the GPUs reach each other's memory"
+    if asked == "p2p":
+        raise CollectiveError(f"Workspace: transport='p2p': {missing}; use transport='torch' or 'auto'")
+    return "torch", missing
 
 
 def find(handle: str) -> Workspace:

@@ -1,0 +1,170 @@
+"""Compiles the CUDA kernels at run time for exactly what is asked for, with a cache on disk.
+
+NVRTC through ``cuda.core`` needs neither a CUDA toolkit nor a GPU. Cache entries are keyed by the sources, the options,
+the architecture and the compiler's version, and replaced atomically, so concurrent ranks are safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from tokenweave.errors import CollectiveError
+
+SOURCES = Path(__file__).parent / "csrc"
+DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation of one of the kernels in ``csrc/``; the fields are its compile-time constants.
+
+    Attributes:
+        name: file and function: ``"twoshot_ring"``, ``"twoshot_registers"`` or ``"oneshot"``.
+        ranks, rank: of the group.
+        hidden: elements a row. dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        options: bits of ``enum Option`` in ``csrc/row.cuh``.
+        group_threads: threads that share a row. groups: rows at a time in a block.
+        stages: rows that the ring holds, each of all ranks and the residual; 0 for the other kernels.
+    """
+
+    name: str
+    ranks: int
+    rank: int
+    hidden: int
+    dtype: str
+    options: int
+    group_threads: int
+    groups: int = 1
+    stages: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads per block: the groups, and the ring's producer warp."""
+        return self.group_threads * self.groups + (32 if self.stages else 0)
+
+    @property
+    def dynamic_shared_bytes(self) -> int:
+        """Dynamic shared memory per block."""
+        return self.stages * (self.ranks + 1) * self.hidden * ELEMENT_BYTES[self.dtype]
+
+    def defines(self) -> list[tuple[str, str]]:
+        """The preprocessor definitions that select this instantiation."""
+        values = {key.upper(): value for key, value in asdict(self).items() if key not in ("name", "dtype")}
+        values["DTYPE"] = DTYPES[self.dtype]
+        return [(f"TW_{key}", str(value)) for key, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and what the assembler said about it: registers per thread, spilled bytes, static shared bytes."""
+
+    cubin: bytes
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
+    """Compiles for ``arch`` (``"sm_90a"``), or reads the cache.
+
+    Raises:
+        CollectiveError: ``cuda-core``/NVRTC is not installed, or the compiler refused (its log is in the message).
+    """
+    key = hashlib.sha256(json.dumps([_sources(), asdict(kernel), arch, _versions()]).encode()).hexdigest()
+    path = cache_dir() / f"{kernel.name}-{key[:32]}"
+    return _read(path) or _write(path, _compile(kernel, arch))
+
+
+def cache_dir() -> Path:
+    """Where cubins are kept: ``$TOKENWEAVE_CACHE/kernels``, by default under ``~/.cache/tokenweave``."""
+    root = os.environ.get("TOKENWEAVE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tokenweave"
+    )
+    return Path(root) / "kernels"
+
+
+def _compile(kernel: Kernel, arch: str) -> Compiled:
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError:
+        try:
+            from cuda.core.experimental import Program, ProgramOptions
+        except ImportError as error:
+            raise CollectiveError(
+                "the GPU transports compile their kernels with NVRTC through cuda-core, which cannot be imported "
+                f"({error}): pip install 'tokenweave[cuda]'"
+            ) from error
+    options = ProgramOptions(
+        name=f"{kernel.name}.cu",
+        arch=arch,
+        std="c++17",
+        include_path=[str(SOURCES)],
+        define_macro=kernel.defines(),
+        ptxas_options=["-v"],
+    )
+    log = io.StringIO()
+    try:
+        cubin = Program((SOURCES / f"{kernel.name}.cu").read_text(), "c++", options).compile("cubin", logs=log).code
+    except Exception as error:  # cuda.core's own exception types differ between its versions
+        raise CollectiveError(f"NVRTC could not compile {kernel} for {arch}: {error}\n{log.getvalue()}") from error
+    text = log.getvalue()
+    used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", text)
+    if used is None:
+        raise CollectiveError(f"NVRTC's log for {kernel} has no resource report; it says: {text!r}")
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text))
+    return Compiled(bytes(cubin), int(used[1]), spills, int(used[2] or 0))
+
+
+def _read(path: Path) -> Compiled | None:
+    try:
+        header, _, cubin = path.read_bytes().partition(b"\n")
+        meta = json.loads(header)
+        if hashlib.sha256(cubin).hexdigest() != meta.pop("sha256"):
+            return None  # cut short by a full disk, say: compile again
+        return Compiled(cubin, **meta)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, compiled: Compiled) -> Compiled:
+    meta = {k: v for k, v in asdict(compiled).items() if k != "cubin"} | {
+        "sha256": hashlib.sha256(compiled.cubin).hexdigest()
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(json.dumps(meta).encode() + b"\n" + compiled.cubin)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only home: every process compiles for itself, half a second a kernel
+    return compiled
+
+
+@cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def _versions() -> list[str]:
+    names = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} -")
+    return found

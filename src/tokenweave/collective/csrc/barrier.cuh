@@ -1,0 +1,83 @@
+// The launch parameters and the cross-rank block barrier.
+//
+// Block b of every rank pairs with block b of every other rank, so no grid-wide synchronisation is needed and the
+// blocks of a rank may start at different times.
+//
+// Memory ordering, once for all kernels:
+//   start  signal: st.release.sys. Everything that earlier kernels of this stream wrote (my partial sums) is released to
+//          the peers, because a kernel starts after its predecessor's writes are performed.
+//          wait: ld.acquire.sys. The peers' partial sums may be read now. Bulk copies are another proxy: the thread that
+//          issues them runs fence.proxy.async first.
+//   end    all threads of the block have stored their rows to all ranks; bar.sync orders those stores before the
+//          signalling warp's st.release.sys, which is cumulative. wait: the peers have finished reading my partial sums
+//          and writing my rows (those of blocks b; together the blocks cover all rows), so that when the kernel
+//          completes, the next kernel of this stream may overwrite the partial sums and read the rows.
+//
+// A flag word is (signature << 32 | epoch). Epochs only grow and are kept on the device, one counter a block, so graphs
+// replay and the number of blocks may change between calls as long as all ranks make the same calls in order. The
+// signature is a hash of the launch shape: a mismatch between ranks is an error at the first barrier, not a hang.
+//
+// A wait that lasts longer than the time limit, or meets another signature, writes a record to pinned host memory and
+// poisons the channel: every later wait and every later launch on it returns at once, so that the process can exit.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int MAX_RANKS = 8, MAX_BLOCKS = 256, POISON = MAX_BLOCKS;
+
+struct Args {
+  const u8* x[MAX_RANKS];    // partial sums of every rank, row 0 of the call
+  u8* out[MAX_RANKS];        // result rows of every rank, row 0 of the call
+  u64* flags[MAX_RANKS];     // [block][source rank] words of every rank's memory
+  u8* residual;              // local, row 0 of the call
+  const u8* weight;          // local vectors of [hidden]
+  const u8* post_weight;
+  const u8* bias;
+  const i64* rows;           // sampled rows, ascending; null for all
+  const int* row_count;      // real number of rows in device memory; null: `tokens`
+  u32* state;                // local: an epoch a block, then the poison word
+  u32* record;               // pinned host memory
+  u64 time_limit;            // nanoseconds
+  float eps, weight_offset;
+  int rank, tokens, n_rows;
+  u32 signature;
+};
+
+struct Inboxes { u8* of[MAX_RANKS]; };  // the one-shot kernel's inbox memory on every rank
+
+enum Phase : u32 { START = 1, END = 2 };
+enum Reason : u32 { TIME_LIMIT = 1, MISMATCH = 2 };
+
+static __device__ __noinline__ void poison(const Args& a, u32 reason, u32 phase, u32 peer, u32 want, u64 have) {
+  if (atomicExch(a.state + POISON, 1u) == 0) {
+    const u32 v[8] = {reason, phase, (u32)a.rank, peer, blockIdx.x, want, (u32)have, (u32)(have >> 32)};
+    for (int i = 1; i < 8; ++i) st_volatile_u32(a.record + i, v[i]);
+    fence_sys();
+    st_volatile_u32(a.record, v[0]);
+  }
+}
+DEVICE bool poisoned(const Args& a) { return ld_volatile_u32(a.state + POISON) != 0; }
+
+// Called by one whole warp. `epoch` is the value that the peers will wait for.
+template <int N> DEVICE void signal_peers(const Args& a, u32 epoch) {
+  const int lane = threadIdx.x & 31;
+  if (lane < N && lane != a.rank) st_release_sys(a.flags[lane] + blockIdx.x * MAX_RANKS + a.rank, (u64)a.signature << 32 | epoch);
+}
+// Called by one whole warp; false if the channel is poisoned.
+template <int N> DEVICE bool wait_peers(const Args& a, u32 epoch, u32 phase) {
+  const int lane = threadIdx.x & 31;
+  bool ok = true;
+  if (lane < N && lane != a.rank) {
+    const u64* flag = a.flags[a.rank] + blockIdx.x * MAX_RANKS + lane;
+    u64 have, began = 0;
+    for (u32 spins = 1; (int)((u32)(have = ld_acquire_sys(flag)) - epoch) < 0; ++spins) {
+      if (spins & 255) continue;
+      if (poisoned(a)) { ok = false; break; }
+      const u64 now = globaltimer();
+      if (!began) began = now;
+      if (now - began > a.time_limit) { poison(a, TIME_LIMIT, phase, lane, epoch, have); ok = false; break; }
+    }
+    // A peer may be one signal ahead, never more: only an equal epoch carries this call's signature.
+    if (ok && (u32)have == epoch && (u32)(have >> 32) != a.signature) { poison(a, MISMATCH, phase, lane, epoch, have); ok = false; }
+  }
+  return __all_sync(~0u, ok);
+}

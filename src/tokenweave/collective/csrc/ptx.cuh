@@ -1,0 +1,78 @@
+// One-line wrappers named after the instruction they issue. No headers: NVRTC compiles this without a CUDA toolkit.
+#pragma once
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+
+struct alignas(16) Vec {  // 16 bytes, the unit of every global access
+  u32 w[4];
+};
+
+DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE u64 globaltimer() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+
+// ---- global memory
+DEVICE Vec ld_global(const void* p) {  // not cached in L1: every byte is read once
+  Vec v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
+  return v;
+}
+DEVICE Vec ld_global_nc(const void* p) {
+  Vec v;
+  asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p));
+  return v;
+}
+DEVICE Vec ld_volatile(const void* p) {
+  Vec v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void st_global(void* p, const Vec& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+}
+DEVICE void st_global_2(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
+DEVICE void st_release_sys(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEVICE u64 ld_acquire_sys(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE u32 ld_volatile_u32(const u32* p) { u32 v; asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+DEVICE void st_volatile_u32(u32* p, u32 v) { asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// ---- asynchronous bulk copies and their barriers (sm_90+)
+#if __CUDA_ARCH__ >= 900
+DEVICE void mbarrier_init(u64* b, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(b)), "r"(count) : "memory"); }
+DEVICE void mbarrier_expect_tx(u64* b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(b)), "r"(bytes) : "memory");
+}
+DEVICE void mbarrier_arrive(u64* b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(b)) : "memory"); }
+DEVICE bool mbarrier_try_wait(u64* b, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(smem_address(b)), "r"(parity) : "memory");
+  return done;
+}
+DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(smem_address(shared)), "l"(global), "r"(bytes), "r"(smem_address(b)) : "memory");
+}
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+#endif
+
+// ---- programmatic dependent launch (sm_90+; elsewhere kernels start after their predecessor as always)
+#if __CUDA_ARCH__ >= 900
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void griddepcontrol_wait() {}
+DEVICE void griddepcontrol_launch_dependents() {}
+#endif
+
+// ---- within a block
+DEVICE void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

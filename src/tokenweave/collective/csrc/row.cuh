@@ -1,0 +1,177 @@
+// What happens to one row once its partial sums are at hand: sum in rank order, bias, post-norm, residual add, one
+// rounding, RMSNorm. All kernels share it, with the same threads per row for a given hidden size, so a row's bits do not
+// depend on the kernel, on its owner or on the rest of the batch.
+//
+// A row belongs to a group of GT threads; thread t holds the 16-byte vectors t, GT + t, 2 GT + t, ...
+#pragma once
+#include "barrier.cuh"
+#include "numeric.cuh"
+
+enum Option : int { HAS_RESIDUAL = 1, BIAS = 2, POST_NORM = 4, WEIGHT_FP32 = 8, ROWS = 16, ROW_COUNT = 32, WEIGHT_OFFSET = 64 };
+
+template <int N_, int H_, Dtype D_, int GT_, int GROUPS_, int OPTIONS_> struct Shape {
+  static constexpr int N = N_, H = H_, GT = GT_, GROUPS = GROUPS_, OPTIONS = OPTIONS_;
+  static constexpr Dtype D = D_;
+  typedef Numeric<D> Num;
+  static constexpr int E = Num::ELEMENTS, ROW_BYTES = H * Num::BYTES, VECS = ROW_BYTES / 16, V = (VECS + GT - 1) / GT;
+  static constexpr int WARPS = GT / 32;
+  static constexpr bool FULL = VECS == V * GT;  // no thread runs past the row's end
+  static_assert(H % 8 == 0 && GT % 32 == 0, "hidden is a multiple of 8, a group is whole warps");
+};
+template <class S, int OPTION> constexpr bool has = (S::OPTIONS & OPTION) != 0;
+
+template <class S> struct Reduction {  // two slots that take turns, so that one barrier a sum is enough
+  float slot[S::GROUPS][2][S::WARPS];
+};
+
+template <class S> struct RowMath {
+  static constexpr int V = S::V, E = S::E;
+  typedef typename S::Num Num;
+  // Vectors of [hidden] stay packed in registers where they have the rows' dtype.
+  static constexpr bool KEEP = !has<S, WEIGHT_FP32>;
+  const Args& a;
+  Reduction<S>& shared;
+  const int group, t;  // my group, my thread within it
+  int parity = 0;
+  Vec weight[KEEP ? V : 1];
+
+  DEVICE RowMath(const Args& args, Reduction<S>& reduction) : a(args), shared(reduction), group(threadIdx.x / S::GT), t(threadIdx.x % S::GT) {
+    if constexpr (KEEP)
+#pragma unroll
+      for (int v = 0; v < V; ++v) weight[v] = inside(v) ? ld_global_nc(a.weight + t * 16 + step(v)) : Vec{};
+  }
+  DEVICE bool inside(int v) const { return S::FULL || v * S::GT + t < S::VECS; }
+  DEVICE static constexpr int step(int v) { return v * S::GT * 16; }  // bytes from my first vector to my v-th
+
+  // The v-th of my elements of a vector of [hidden].
+  DEVICE void elements(float (&f)[E], const u8* p, int v) const {
+    if (!inside(v)) {
+#pragma unroll
+      for (int k = 0; k < E; ++k) f[k] = 0;
+    } else if constexpr (has<S, WEIGHT_FP32>) {
+#pragma unroll
+      for (int k = 0; k < E / 4; ++k) {
+        const Vec q = ld_global_nc(p + (size_t)(v * S::GT + t) * E * 4 + k * 16);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) f[k * 4 + j] = __uint_as_float(q.w[j]);
+      }
+    } else {
+      Num::unpack(f, ld_global_nc(p + t * 16 + step(v)));
+    }
+  }
+  DEVICE void multiply(float (&y)[E], float (&w)[E]) const {
+#pragma unroll
+    for (int k = 0; k < E; ++k) y[k] *= has<S, WEIGHT_OFFSET> ? w[k] + a.weight_offset : w[k];
+  }
+
+  DEVICE float group_sum(float s) {  // the same bits in every thread of the group
+    s = warp_sum(s);
+    if constexpr (S::WARPS > 1) {
+      float* slot = shared.slot[group][parity];
+      parity ^= 1;
+      if ((t & 31) == 0) slot[t / 32] = s;
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(S::GT) : "memory");
+      s = 0;
+#pragma unroll
+      for (int k = 0; k < S::WARPS; ++k) s += slot[k];
+    }
+    return s;
+  }
+  DEVICE float inverse_rms(float sum_of_squares) { return rsqrtf(group_sum(sum_of_squares) * (1.0f / S::H) + a.eps); }
+
+  // h: the new residual, rounded once. x(p, v): the v-th vector of rank p's partial sums; residual(v): of the old residual.
+  // Returns my share of h's sum of squares.
+  template <class X, class Residual> DEVICE float reduce(Vec (&h)[V], X x, Residual residual) {
+    float ss = 0;
+    if constexpr (!has<S, POST_NORM>) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        float acc[E];
+        sum_partials(acc, x, v);
+        if constexpr (has<S, HAS_RESIDUAL>) Num::add(acc, residual(v));
+        h[v] = Num::pack(acc);
+        ss = squares(ss, h[v]);
+      }
+    } else {
+      float acc[V][E], post = 0;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        sum_partials(acc[v], x, v);
+#pragma unroll
+        for (int k = 0; k < E; ++k) post = fmaf(acc[v][k], acc[v][k], post);
+      }
+      const float inv = inverse_rms(post);
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        float w[E];
+        elements(w, a.post_weight, v);
+#pragma unroll
+        for (int k = 0; k < E; ++k) acc[v][k] *= inv;
+        multiply(acc[v], w);
+        if constexpr (has<S, HAS_RESIDUAL>) Num::add(acc[v], residual(v));
+        h[v] = Num::pack(acc[v]);
+        ss = squares(ss, h[v]);
+      }
+    }
+    return ss;
+  }
+  // store(v, y): the v-th vector of the normalised row.
+  template <class Store> DEVICE void scale(const Vec (&h)[V], float inv, Store store) const {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      float y[E], w[E];
+      Num::unpack(y, h[v]);
+#pragma unroll
+      for (int k = 0; k < E; ++k) y[k] *= inv;
+      if constexpr (KEEP) Num::unpack(w, weight[v]);
+      else elements(w, a.weight, v);
+      multiply(y, w);
+      if (inside(v)) store(v, Num::pack(y));
+    }
+  }
+
+ private:
+  template <class X> DEVICE void sum_partials(float (&acc)[E], X x, int v) const {
+    Num::unpack(acc, x(0, v));
+#pragma unroll
+    for (int p = 1; p < S::N; ++p) Num::add(acc, x(p, v));
+    if constexpr (has<S, BIAS>) {
+      float b[E];
+      elements(b, a.bias, v);
+#pragma unroll
+      for (int k = 0; k < E; ++k) acc[k] += b[k];
+    }
+  }
+  static DEVICE float squares(float ss, const Vec& h) {
+    float f[E];
+    Num::unpack(f, h);
+#pragma unroll
+    for (int k = 0; k < E; ++k) ss = fmaf(f[k], f[k], ss);
+    return ss;
+  }
+};
+
+// The rows of this call that this rank owns, [first, first + count), and, with sampled rows, their positions in `rows`.
+struct Owned {
+  int first, count;
+};
+template <class S> DEVICE int call_tokens(const Args& a) {
+  if constexpr (has<S, ROW_COUNT>) return min(a.tokens, max(0, *(const volatile int*)a.row_count));
+  return a.tokens;
+}
+template <class S> DEVICE Owned owned_rows(const Args& a) {  // called by whole warps
+  const int tokens = call_tokens<S>(a), chunk = (tokens + S::N - 1) / S::N;
+  const int lo = min(tokens, a.rank * chunk), hi = min(tokens, lo + chunk);
+  if constexpr (!has<S, ROWS>) return {lo, hi - lo};
+  int below_lo = 0, below_hi = 0;
+  for (int j = threadIdx.x & 31; j - (int)(threadIdx.x & 31) < a.n_rows; j += 32) {
+    const i64 r = j < a.n_rows ? a.rows[j] : (i64)1 << 62;
+    below_lo += __popc(__ballot_sync(~0u, r < lo));
+    below_hi += __popc(__ballot_sync(~0u, r < hi));
+  }
+  return {below_lo, below_hi - below_lo};
+}
+template <class S> DEVICE size_t source_row(const Args& a, int i) {
+  if constexpr (has<S, ROWS>) return a.rows[i];
+  return i;
+}

@@ -1,0 +1,112 @@
+"""Launching compiled kernels through the CUDA driver, on the current context and stream."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_uint, c_uint64, c_void_p
+
+from tokenweave.collective.compile import Compiled, Kernel
+from tokenweave.errors import CollectiveError
+
+MAX_RANKS = 8
+MAX_BLOCKS = 256
+PointerTable = c_void_p * MAX_RANKS
+
+
+class Args(Structure):
+    """``struct Args`` of ``csrc/barrier.cuh``, field by field."""
+
+    _fields_ = (
+        ("x", PointerTable),
+        ("out", PointerTable),
+        ("flags", PointerTable),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("post_weight", c_void_p),
+        ("bias", c_void_p),
+        ("rows", c_void_p),
+        ("row_count", c_void_p),
+        ("state", c_void_p),
+        ("record", c_void_p),
+        ("time_limit", c_uint64),
+        ("eps", c_float),
+        ("weight_offset", c_float),
+        ("rank", c_int),
+        ("tokens", c_int),
+        ("n_rows", c_int),
+        ("signature", c_uint),
+    )
+
+
+class _Attribute(Structure):
+    _fields_ = (("id", c_uint), ("pad", c_uint), ("value", c_uint * 16))
+
+
+class _Config(Structure):
+    _fields_ = (
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("n_attributes", c_uint),
+    )
+
+
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_driver: ctypes.CDLL | None = None
+
+
+def driver() -> ctypes.CDLL:
+    """libcuda, loaded at first use."""
+    global _driver
+    if _driver is None:
+        _driver = ctypes.CDLL("libcuda.so.1")
+    return _driver
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = c_char_p()
+        driver().cuGetErrorString(status, byref(text))
+        raise CollectiveError(f"{what}: CUDA driver error {status} ({(text.value or b'unknown').decode()})")
+
+
+class Function:
+    """A kernel loaded into the current context."""
+
+    def __init__(self, kernel: Kernel, compiled: Compiled) -> None:
+        self.kernel = kernel
+        module, self._function = c_void_p(), c_void_p()
+        _check(driver().cuModuleLoadData(byref(module), compiled.cubin), f"loading {kernel.name}")
+        _check(driver().cuModuleGetFunction(byref(self._function), module, kernel.name.encode()), kernel.name)
+        if kernel.dynamic_shared_bytes > 48 << 10:
+            status = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, kernel.dynamic_shared_bytes)
+            _check(status, f"{kernel.name}: {kernel.dynamic_shared_bytes} bytes of shared memory")
+
+    def launch(
+        self, blocks: int, stream: int, *params: Structure | c_int, cluster: int = 1, overlap: bool = False
+    ) -> None:
+        """Launches.
+
+        Args:
+            blocks: grid size. stream: CUDA stream handle.
+            params: kernel parameters by value.
+            cluster: blocks per cluster; only places them in one GPC.
+            overlap: allow programmatic dependent launch (the kernel itself waits for its predecessor).
+        """
+        pointers = (c_void_p * len(params))(*(ctypes.addressof(p) for p in params))
+        attributes = (_Attribute * 2)()
+        n = 0
+        if cluster > 1:
+            attributes[n].id = _CLUSTER_DIMENSION
+            attributes[n].value[0], attributes[n].value[1], attributes[n].value[2] = cluster, 1, 1
+            n += 1
+        if overlap:
+            attributes[n].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[n].value[0] = 1
+            n += 1
+        config = _Config(
+            blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.dynamic_shared_bytes, stream, attributes, n
+        )
+        status = driver().cuLaunchKernelEx(byref(config), self._function, pointers, None)
+        _check(status, f"launching {self.kernel.name} with {blocks} blocks in clusters of {cluster}")

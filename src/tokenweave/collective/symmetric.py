@@ -1,0 +1,113 @@
+"""Symmetric memory of one tensor-parallel group: what the peers read and write in place.
+
+One allocation per rank, laid out alike on all of them:
+``[data: regions x max_tokens x hidden][staging: one region, if asked for][flags: a page a channel][inboxes: a channel each]``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenweave.collective.launch import MAX_BLOCKS, MAX_RANKS
+from tokenweave.errors import CollectiveError
+
+STATE_WORDS = MAX_BLOCKS + 8  # epochs, the poison word, the one-shot kernel's counters
+RECORD_WORDS = 8
+FLAG_BYTES = MAX_BLOCKS * MAX_RANKS * 8
+SENTINELS = {torch.bfloat16: 0x80008000, torch.float16: 0x80008000, torch.float32: 0x80000000}
+_ONESHOT_BYTES = {
+    2: 4 << 20,
+    3: 2 << 20,
+    4: 1 << 20,
+}  # of a batch, above which two shots were faster; 512 KiB from 5 ranks
+
+
+def oneshot_rows(world_size: int, row_bytes: int) -> int:
+    """Rows that an inbox holds: the largest batch that the one-shot kernel takes at once."""
+    return max(1, _ONESHOT_BYTES.get(world_size, 512 << 10) // row_bytes)
+
+
+@dataclass
+class Symmetric:
+    """Addresses are per rank, in the address space of this one.
+
+    Attributes:
+        data: [regions (+1 with staging), max_tokens, hidden], this rank's.
+        addresses: of the allocation, by rank.
+        flags, inboxes: byte offsets of the first channel's.
+        inbox_bytes: of one channel. inbox_rows: rows of one source in one of its three inboxes.
+        state: int32 [channels, STATE_WORDS], local device memory.
+        record: int32 [channels, RECORD_WORDS], pinned host memory; kernels write the first failure there.
+        handle: keeps the mapping alive.
+    """
+
+    data: torch.Tensor
+    addresses: list[int]
+    flags: int
+    inboxes: int
+    inbox_bytes: int
+    inbox_rows: int
+    state: torch.Tensor
+    record: torch.Tensor
+    handle: Any
+
+    def failure(self, channel: int) -> list[int] | None:
+        """The record of a channel if one of its kernels failed; costs no synchronisation."""
+        words = (ctypes.c_uint32 * RECORD_WORDS).from_address(self.record[channel].data_ptr())
+        return list(words) if words[0] else None
+
+
+def allocate(
+    group: dist.ProcessGroup,
+    *,
+    max_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    channels: int,
+    regions: int,
+) -> Symmetric:
+    """Allocates and exchanges; every rank of ``group`` calls it with the same arguments.
+
+    Raises:
+        CollectiveError: the ranks' GPUs cannot map each other's memory.
+    """
+    import torch.distributed._symmetric_memory as symm
+
+    world = dist.get_world_size(group)
+    row_bytes = hidden * dtype.itemsize
+    data_bytes = -(-regions * max_tokens * row_bytes // 4096) * 4096
+    inbox_rows = oneshot_rows(world, row_bytes)
+    inbox_bytes = 3 * world * inbox_rows * row_bytes
+    flags = data_bytes
+    inboxes = flags + channels * FLAG_BYTES
+    try:
+        memory = symm.empty(inboxes + channels * inbox_bytes, dtype=torch.uint8, device=device)
+        handle = symm.rendezvous(memory, group)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the GPUs of this group ({world} ranks) cannot share memory: {error}. Peer-to-peer access over NVLink "
+            "between all of them, in one host, is needed; transport='torch' works without"
+        ) from error
+    memory[flags:inboxes].zero_()
+    sentinel = SENTINELS[dtype] - (1 << 32)
+    memory[inboxes:].view(torch.int32).fill_(sentinel)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody signals before everyone's flags are zero
+    torch.cuda.synchronize(device)
+    return Symmetric(
+        data=memory[: regions * max_tokens * row_bytes].view(dtype).view(regions, max_tokens, hidden),
+        addresses=[int(p) for p in handle.buffer_ptrs],
+        flags=flags,
+        inboxes=inboxes,
+        inbox_bytes=inbox_bytes,
+        inbox_rows=inbox_rows,
+        state=torch.zeros(channels, STATE_WORDS, dtype=torch.int32, device=device),
+        record=torch.zeros(channels, RECORD_WORDS, dtype=torch.int32, pin_memory=True),
+        handle=handle,
+    )
