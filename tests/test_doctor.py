@@ -13,6 +13,7 @@ import torch
 from tokenweave import doctor
 from tokenweave.cli.doctor import text
 from tokenweave.cli.main import main
+from tokenweave.collective import workspace
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -24,6 +25,10 @@ NIC0\tNODE\tNODE\tSYS\t X
 Legend:
   NV#  = Connection traversing a bonded set of # NVLinks
 """
+
+
+def _choose(asked, device, world_size):
+    return ("p2p", "the GPUs reach each other's memory") if world_size > 1 else ("torch", "p2p needs NVIDIA GPUs")
 
 
 def _gpus(count: int, *, capability=(9, 0), multicast=True) -> tuple[doctor.Gpu, ...]:
@@ -46,6 +51,7 @@ def two_h200(monkeypatch):
     monkeypatch.setattr(doctor, "_backends", lambda torch: ["gloo", "nccl 2.28.9"])
     monkeypatch.setattr(doctor, "_multicast", lambda index: True)
     monkeypatch.setattr(doctor, "_nvidia_smi", lambda *args: TOPOLOGY if args[0] == "topo" else "580.159.04\n")
+    monkeypatch.setattr(workspace, "choose_transport", _choose)
     for name in ("CUDA_VISIBLE_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -113,6 +119,7 @@ def test_two_gpus(two_h200):
     assert "GPU 0-1     peer access, 18 NVLinks" in shown
     assert "driver      580.159.04" in shown
     assert report.multicast.value == "yes"
+    assert report.transport.value == "p2p"
     assert not report.broken
 
 
@@ -121,8 +128,17 @@ def test_gpu_packages_are_asked_for_only_where_there_are_gpus(two_h200, monkeypa
     monkeypatch.setattr(doctor, "_version", lambda name: None if "cuda" in name else version(name))
     report = doctor.examine()
     (advice,) = report.advice
+    assert report.transport == doctor.Verdict("torch", "p2p needs cuda-core, cuda-bindings, nvidia-cuda-nvrtc")
     assert advice.remedy.startswith("pip install 'cuda-core>=")
     assert not report.broken
+
+
+def test_gpus_that_cannot_reach_each_other(two_h200):
+    fake, _ = doctor._torch()
+    fake.cuda.can_device_access_peer = lambda a, b: False
+    report = doctor.examine()
+    assert report.transport == doctor.Verdict("torch", "GPUs 0 and 1 cannot reach each other's memory")
+    assert "GPU 0-1     no peer access" in text(report)
 
 
 def test_a_cpu_build_of_torch_beside_a_driver_is_pointed_out(two_h200, monkeypatch):

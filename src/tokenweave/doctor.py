@@ -195,11 +195,20 @@ def judge_transport(report: Report) -> Verdict:
     """The transport that a workspace over all GPUs of this machine would use, and why not a faster one."""
     if report.torch is None or not report.backends:
         return Verdict("none", "torch with gloo or NCCL is needed for every transport")
-    if not report.gpus:
-        return Verdict("torch", "no GPU: CPU ranks exchange rows through gloo")
-    if len(report.gpus) == 1:
-        return Verdict("torch", "one GPU: a single rank has nothing to exchange")
-    return Verdict("torch", "the only transport of this version: torch.distributed with NCCL")
+    import torch
+
+    from tokenweave.collective.workspace import choose_transport
+
+    device = torch.device("cuda", 0) if report.gpus else torch.device("cpu")
+    value, why = choose_transport("auto", device, max(1, len(report.gpus)))
+    if value != "torch":  # the workspace falls back where it then fails: what it would meet
+        apart = [link for link in report.links if not link.peer_access]
+        absent = [name for name, version in report.cuda_packages.items() if version is None]
+        if apart:
+            return Verdict("torch", f"GPUs {apart[0].first} and {apart[0].second} cannot reach each other's memory")
+        if absent:
+            return Verdict("torch", f"{value} needs {', '.join(absent)}")
+    return Verdict(value, why)
 
 
 def _version(package: str) -> str | None:
