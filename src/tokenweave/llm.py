@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -110,7 +111,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         tensor_parallel_size: int = 1,
         dtype: str = "auto",
         mode: str = "auto",
@@ -126,7 +127,7 @@ class LLM:
         from tokenweave.models.sharding import shard_of
 
         self.args = EngineArgs(
-            str(model),
+            os.fspath(model),
             tensor_parallel_size,
             dtype=dtype,
             device=device,

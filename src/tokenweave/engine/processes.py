@@ -1,7 +1,7 @@
 """The ranks as processes of their own: starts, watches and ends them.
 
-They are started as ``python -m tokenweave.engine.worker``, not by ``multiprocessing``: a user's script needs no
-``__main__`` guard. If one of them dies the others are ended at once, because they would wait for it forever.
+They are programs of their own, not started by ``multiprocessing``: a user's script needs no ``__main__`` guard.
+If one of them dies the others are ended at once, because they would wait for it forever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
-from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch.distributed as dist
@@ -28,6 +27,9 @@ from tokenweave.engine.engine import StepRecord, TokenEvent
 from tokenweave.engine.messages import Failure, WorkerArgs
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RankDied, RequestError
+
+# A rank imports from where this process does, and from nowhere else (not from its working directory).
+_PROGRAM = "import sys; fd, *sys.path = sys.argv[1:]; from tokenweave.engine.worker import main; main(int(fd))"
 
 # Seconds. When a rank fails its peers' connections break as well, and theirs may be heard first: so long the ranks have
 # to name the cause. An orderly end gets longer than a killed process needs.
@@ -114,16 +116,13 @@ class RankProcesses:
 
     def _start(self, args: WorkerArgs) -> None:
         ours, theirs = connection.Pipe()
-        package_root = str(Path(errors.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
-        environment = {**_defaults(args.engine.tensor_parallel_size), **os.environ, "PYTHONPATH": path}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tokenweave.engine.worker", str(theirs.fileno())],
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *sys.path],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**_defaults(args.engine.tensor_parallel_size), **os.environ},
             start_new_session=True,  # Ctrl-C reaches this process alone, which ends its ranks
         )
         theirs.close()  # the rank holds the only other end: its death is our EOF

@@ -1,4 +1,4 @@
-"""A rank's process: ``python -m tokenweave.engine.worker FD``, started by :mod:`tokenweave.engine.processes`.
+"""A rank's process, started by :mod:`tokenweave.engine.processes`.
 
 What it says and hears is in :mod:`tokenweave.engine.messages`.
 """
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -26,9 +26,15 @@ from tokenweave.errors import RequestError
 PR_SET_PDEATHSIG = 1
 
 
-def main(fd: int) -> int:
-    """Serves the parent until it says None, or goes away; returns the exit code."""
-    connection = Connection(fd)
+def main(fd: int) -> NoReturn:
+    """Serves the parent at the socket ``fd`` until it says None, or goes away; then ends this process."""
+    code = _serve(Connection(fd))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not through torch's teardown, which may wait for ranks that are gone
+
+
+def _serve(connection: Connection) -> int:
     args: WorkerArgs = connection.recv()
     if args.die_with_thread and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -79,9 +85,3 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
             inbox.put(connection.recv())
         except (EOFError, OSError):
             os._exit(1)  # nobody is left to hear anything
-
-
-if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
-    sys.stderr.flush()
-    os._exit(code)  # not through torch's teardown, which may wait for ranks that are gone
