@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,17 +81,25 @@ def reference(case: Case, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
     return total, norm(total, data.weight)[slice(None) if case.rows is None else list(case.rows)]
 
 
+def on(data: Data, device: torch.device) -> Data:
+    """The same inputs on a device."""
+    return Data(
+        *(None if x is None else x.to(device) for x in (getattr(data, f.name) for f in dataclasses.fields(data)))
+    )
+
+
 def call(case: Case, data: Data, workspace: Workspace, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the fused collective on this rank; returns (residual after it, rows). What it must not read is poison."""
+    data = on(data, workspace.device)
     partial = workspace.buffer(case.tokens, start=start)
     partial.copy_(data.partials[workspace.rank])
     residual = torch.full_like(data.residual, POISON)
     mine = range(case.tokens) if case.replicated else owned_rows(case.tokens, workspace.rank, workspace.world_size)
     if case.has_residual:
         residual[mine.start : mine.stop] = data.residual[mine.start : mine.stop]
-    rows = None if case.rows is None else torch.tensor(case.rows, dtype=torch.int64)
+    rows = None if case.rows is None else torch.tensor(case.rows, dtype=torch.int64, device=workspace.device)
     n = case.tokens if case.rows is None else len(case.rows)
-    out = torch.full((n, case.hidden), POISON, dtype=case.dtype) if case.use_out else None
+    out = torch.full((n, case.hidden), POISON, dtype=case.dtype, device=workspace.device) if case.use_out else None
     result, scales = fused_allreduce_rmsnorm(
         partial,
         residual,
@@ -133,24 +143,30 @@ def call_sequential(case: Case, data: Data, workspace: Workspace) -> tuple[torch
     return residual, result
 
 
-def check(case: Case, data: Data, residual: torch.Tensor, rows: torch.Tensor, workspace: Workspace) -> None:
+def check(
+    case: Case, data: Data, residual: torch.Tensor, rows: torch.Tensor, workspace: Workspace, sequential: bool = False
+) -> None:
     """Compares one rank's results with float64; where it owns no row, the residual must be untouched poison."""
     expected_residual, expected_rows = reference(case, data)
     assert rows.dtype == residual.dtype == case.dtype
     # The residual is rounded once; the norm reads the rounded residual and rounds again. fp32 sums add a little.
     ulp = torch.finfo(case.dtype).eps
     mine = range(case.tokens) if case.replicated else owned_rows(case.tokens, workspace.rank, workspace.world_size)
-    own = slice(mine.start, mine.stop)
+    updated = [row for row in mine if sequential or case.rows is None or row in case.rows]
     # A sum that cancels keeps the absolute error of what it was made from.
     size = float(data.partials.abs().max()) if data.partials.numel() else 1.0
-    torch.testing.assert_close(residual[own].double(), expected_residual[own], rtol=ulp, atol=1e-6 * size)
+    residual, rows = residual.cpu(), rows.cpu()
+    torch.testing.assert_close(residual[updated].double(), expected_residual[updated], rtol=ulp, atol=1e-6 * size)
     spread = float(expected_rows.abs().max()) if expected_rows.numel() else 1.0
     torch.testing.assert_close(rows.double(), expected_rows, rtol=2 * ulp, atol=max(ulp, 1e-5) * 0.02 * spread)
-    others = [row for row in range(case.tokens) if row not in mine]
-    assert (residual[others] == POISON).all(), "a row of the residual that another rank owns was written"
+    untouched = data.residual.clone() if case.has_residual else torch.full_like(data.residual, POISON)
+    if not case.replicated:
+        untouched[[row for row in range(case.tokens) if row not in mine]] = POISON
+    others = [row for row in range(case.tokens) if row not in updated]
+    assert torch.equal(residual[others], untouched[others]), "a row of the residual that is not this rank's was written"
 
 
-def open_workspace(case: Case, group: dist.ProcessGroup | None = None, **options: int) -> Workspace:
+def open_workspace(case: Case, group: dist.ProcessGroup | None = None, **options: Any) -> Workspace:
     return Workspace(group, max_tokens=max(1, case.tokens), hidden=case.hidden, dtype=case.dtype, **options)
 
 

@@ -29,7 +29,7 @@ def _against_float64(cases: list[Case], seed: int, sequential: bool = False) -> 
             data = make(case, workspace.world_size, seed + number)
             residual, rows = (call_sequential if sequential else call)(case, data, workspace)
             try:
-                check(case, data, residual, rows, workspace)
+                check(case, data, residual, rows, workspace, sequential)
             except AssertionError as error:
                 raise AssertionError(f"{case}, seed {seed + number}, rank {workspace.rank}: {error}") from error
             results.append(rows.clone())
@@ -105,7 +105,7 @@ def _sequential_of_small_integers(dtype: torch.dtype, seed: int) -> torch.Tensor
         data = make(case, workspace.world_size, seed)
         data.partials.copy_(torch.randint(-8, 8, data.partials.shape, generator=torch.Generator().manual_seed(seed)))
         residual, rows = call_sequential(case, data, workspace)
-        check(case, data, residual, rows, workspace)
+        check(case, data, residual, rows, workspace, sequential)
         return rows.clone()
 
 

@@ -49,7 +49,7 @@ def _call(workspace: Workspace, **changes):
         ({"channel": 2}, r"channel=2; this workspace has channels 0\.\.1"),
         ({"channel": -1}, "channel=-1"),
         ({"layout": "scattered"}, "layout='scattered'; expected 'sharded' or 'replicated'"),
-        ({"rows": torch.tensor([0.0])}, r"rows is \[1\] torch.float32; expected \[n\] int64"),
+        ({"rows": torch.tensor([0.0])}, r"rows is \[1\] torch.float32 on cpu; expected \[n\] int64"),
         ({"rows": torch.tensor([[0]])}, r"rows is \[1, 1\]"),
         ({"rows": torch.tensor([0, 4])}, r"rows=\[0, 4\]; expected ascending rows from 0 to 3"),
         ({"rows": torch.tensor([-1])}, r"rows=\[-1\]"),

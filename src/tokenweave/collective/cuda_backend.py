@@ -6,6 +6,7 @@ import functools
 import struct
 import zlib
 from ctypes import Structure, c_int
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from tokenweave.collective.symmetric import FLAG_BYTES, Symmetric
 from tokenweave.collective.workspace import Workspace
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
+
+if TYPE_CHECKING:
+    from tokenweave.collective.op import Launch
 
 HAS_RESIDUAL, BIAS, POST_NORM, WEIGHT_FP32, ROWS, ROW_COUNT, WEIGHT_OFFSET = (1 << i for i in range(7))
 _SHARED_BYTES = 227 << 10  # a block's shared memory on sm_90 and sm_100, CUDA C++ Programming Guide
@@ -92,23 +96,18 @@ def fused(
     residual: torch.Tensor,
     epilogue: Epilogue,
     workspace: Workspace,
+    launch: Launch,
     rows: torch.Tensor | None,
-    out: torch.Tensor | None,
-    replicated: bool,
-    *,
-    channel: int,
-    ctas: int | None,
-    cluster: int | None,
     row_count: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """One fused collective on the current stream. Arguments as ``op`` checked them."""
     check(workspace)
     n = partial.shape[0] if rows is None else rows.numel()
     if not n or not partial.shape[0]:  # all ranks know: nothing is launched
         return partial.new_empty(n, workspace.hidden) if out is None else out
-    if replicated:
-        return _oneshot(partial, residual, epilogue, workspace, rows, out, channel, row_count, n)
-    return _twoshot(partial, residual, epilogue, workspace, rows, out, channel, ctas, cluster, row_count, n)
+    run = _oneshot if launch.layout == "replicated" else _twoshot
+    return run(partial, residual, epilogue, workspace, launch, rows, row_count, out, n)
 
 
 def check(workspace: Workspace) -> None:
@@ -134,12 +133,10 @@ def _twoshot(
     residual: torch.Tensor,
     epilogue: Epilogue,
     workspace: Workspace,
+    launch: Launch,
     rows: torch.Tensor | None,
-    out: torch.Tensor | None,
-    channel: int,
-    ctas: int | None,
-    cluster: int | None,
     row_count: torch.Tensor | None,
+    out: torch.Tensor | None,
     n: int,
 ) -> torch.Tensor:
     memory = _symmetric(workspace)
@@ -157,19 +154,19 @@ def _twoshot(
     if target is None:  # peers write the rows to the staging region; they are copied out afterwards
         target = workspace.offset_of(workspace.staging(n))
         assert target is not None
-    blocks = default_ctas(tokens, workspace) if ctas is None else ctas
+    blocks = default_ctas(tokens, workspace) if launch.ctas is None else launch.ctas
     if not 1 <= blocks <= MAX_BLOCKS:
         raise CollectiveError(f"fused_allreduce_rmsnorm: ctas={blocks}; expected 1 to {MAX_BLOCKS}")
-    if cluster and blocks % cluster:
-        raise CollectiveError(f"fused_allreduce_rmsnorm: cluster={cluster} does not divide ctas={blocks}")
+    if launch.cluster and blocks % launch.cluster:
+        raise CollectiveError(f"fused_allreduce_rmsnorm: cluster={launch.cluster} does not divide ctas={blocks}")
     options = _options(epilogue, workspace.dtype, rows, row_count)
     function = _function(twoshot_kernel(workspace, options, tokens, blocks), workspace.device.index or 0)
-    args = _args(memory, workspace, residual, epilogue, rows, row_count, channel, tokens, n)
+    args = _args(memory, workspace, residual, epilogue, rows, row_count, launch.channel, tokens, n)
     for p, address in enumerate(memory.addresses):
         args.x[p], args.out[p] = address + x, address + target
     args.signature = _signature(function.kernel, blocks, tokens, n, x, target)
     params = [args, c_int(ring_depth(function.kernel, blocks))] if function.kernel.stages else [args]
-    function.launch(blocks, torch.cuda.current_stream().cuda_stream, *params, cluster=cluster or 1)
+    function.launch(blocks, torch.cuda.current_stream().cuda_stream, *params, cluster=launch.cluster or 1)
     _count(workspace, tokens, n)
     if in_place:
         return partial
@@ -186,10 +183,10 @@ def _oneshot(
     residual: torch.Tensor,
     epilogue: Epilogue,
     workspace: Workspace,
+    launch: Launch,
     rows: torch.Tensor | None,
-    out: torch.Tensor | None,
-    channel: int,
     row_count: torch.Tensor | None,
+    out: torch.Tensor | None,
     n: int,
 ) -> torch.Tensor:
     memory = _symmetric(workspace)
@@ -204,7 +201,7 @@ def _oneshot(
     kernel = _oneshot_kernel(workspace.world_size, workspace.rank, workspace.hidden, _name(workspace.dtype), options)
     function = _function(kernel, workspace.device.index or 0)
     inboxes = _Inboxes()
-    base = memory.inboxes + channel * memory.inbox_bytes
+    base = memory.inboxes + launch.channel * memory.inbox_bytes
     for p, address in enumerate(memory.addresses):
         inboxes.of[p] = address + base
     row_bytes = workspace.hidden * workspace.dtype.itemsize
@@ -213,7 +210,15 @@ def _oneshot(
         whole = rows is None
         part = rows if rows is None else rows[first : first + count]
         args = _args(
-            memory, workspace, residual, epilogue, part, row_count, channel, count if whole else partial.shape[0], count
+            memory,
+            workspace,
+            residual,
+            epilogue,
+            part,
+            row_count,
+            launch.channel,
+            count if whole else partial.shape[0],
+            count,
         )
         skip = first * row_bytes if whole else 0
         args.residual = residual.data_ptr() + skip

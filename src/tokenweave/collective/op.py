@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,6 +13,16 @@ from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 
 Layout = Literal["sharded", "replicated"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a call is launched; the fields are documented at :func:`fused_allreduce_rmsnorm`."""
+
+    channel: int = 0
+    ctas: int | None = None
+    cluster: int | None = None
+    layout: Layout = "sharded"
 
 
 def fused_allreduce_rmsnorm(
@@ -49,7 +60,8 @@ def fused_allreduce_rmsnorm(
         channel: 0 <= channel < workspace.channels; collectives that may be in flight together need different ones.
         ctas: thread blocks of the kernel (GPU transports), None for the default.
         cluster: thread blocks per cluster (GPU transports), None for none.
-        rows: int64 [n], ascending: only these rows are normalised and sent (the sampled rows of a last stage).
+        rows: int64 [n], ascending: only these rows are reduced, normalised and sent, and only their residual is updated
+            (the sampled rows of a last stage).
         row_count: int32 [1], the number of real rows, at most tokens, read on the device when the kernel runs, so that a
             captured graph sends only real rows; rows behind it are not touched. None: all rows are real.
         out: [tokens or n, hidden] to write to; default: in place of ``partial``, or a new tensor if ``rows`` is given.
@@ -67,36 +79,41 @@ def fused_allreduce_rmsnorm(
         CollectiveError: an argument breaks this contract.
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
-    _check("fused_allreduce_rmsnorm", partial, residual, epilogue, workspace, channel, rows, out, layout)
+    launch = Launch(channel, ctas, cluster, layout)
+    if torch.compiler.is_compiling():
+        from tokenweave.collective import library
+
+        return library.traced(partial, residual, epilogue, workspace, launch, rows, row_count, out), None
+    return run(partial, residual, epilogue, workspace, launch, rows, row_count, out), None
+
+
+def run(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    epilogue: Epilogue,
+    workspace: Workspace,
+    launch: Launch,
+    rows: torch.Tensor | None,
+    row_count: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`fused_allreduce_rmsnorm` behind its argument list: checks, then the workspace's transport."""
+    _check("fused_allreduce_rmsnorm", partial, residual, epilogue, workspace, launch, rows, row_count, out)
     if workspace.transport == "p2p":
         from tokenweave.collective import cuda_backend
 
-        return (
-            cuda_backend.fused(
-                partial,
-                residual,
-                epilogue,
-                workspace,
-                rows,
-                out,
-                layout == "replicated",
-                channel=channel,
-                ctas=ctas,
-                cluster=cluster,
-                row_count=row_count,
-            ),
-            None,
-        )
+        return cuda_backend.fused(partial, residual, epilogue, workspace, launch, rows, row_count, out)
+    replicated = launch.layout == "replicated"
     if row_count is not None:  # this transport splits the rows on the host
         real = min(partial.shape[0], max(0, int(row_count)))
-        partial, residual, out = (
-            partial[:real],
-            residual[:real],
-            None if out is None or rows is not None else out[:real],
-        )
+        if rows is None:
+            whole = partial if out is None else out
+            torch_backend.fused(partial[:real], residual[:real], epilogue, workspace, None, whole[:real], replicated)
+            return whole
+        partial, residual = partial[:real], residual[:real]
     if out is None:
         out = partial if rows is None else partial.new_empty(rows.numel(), workspace.hidden)
-    return torch_backend.fused(partial, residual, epilogue, workspace, rows, out, layout == "replicated"), None
+    return torch_backend.fused(partial, residual, epilogue, workspace, rows, out, replicated)
 
 
 def allreduce_rmsnorm(
@@ -120,7 +137,7 @@ def allreduce_rmsnorm(
         [tokens or n, hidden], the normalised rows.
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
-    _check("allreduce_rmsnorm", partial, residual, epilogue, workspace, 0, rows, None, "replicated")
+    _check("allreduce_rmsnorm", partial, residual, epilogue, workspace, Launch(), rows, None, None)
     return torch_backend.sequential(partial, residual, epilogue, workspace, rows)
 
 
@@ -130,10 +147,10 @@ def _check(
     residual: torch.Tensor,
     epilogue: Epilogue,
     workspace: Workspace,
-    channel: int,
+    launch: Launch,
     rows: torch.Tensor | None,
+    row_count: torch.Tensor | None,
     out: torch.Tensor | None,
-    layout: str,
 ) -> None:
     def expect(ok: bool, what: str) -> None:
         if not ok:
@@ -164,19 +181,26 @@ def _check(
             expect(tuple(vector.shape) == (hidden,), f"{name} has shape {list(vector.shape)}; expected [{hidden}]")
     expect(epilogue.eps >= 0, f"eps={epilogue.eps}; expected a number >= 0")
     expect(
-        0 <= channel < workspace.channels, f"channel={channel}; this workspace has channels 0..{workspace.channels - 1}"
+        0 <= launch.channel < workspace.channels,
+        f"channel={launch.channel}; this workspace has channels 0..{workspace.channels - 1}",
     )
-    expect(layout in ("sharded", "replicated"), f"layout={layout!r}; expected 'sharded' or 'replicated'")
+    expect(launch.layout in ("sharded", "replicated"), f"layout={launch.layout!r}; expected 'sharded' or 'replicated'")
     if rows is not None:
         expect(
-            rows.dim() == 1 and rows.dtype == torch.int64,
-            f"rows is {list(rows.shape)} {rows.dtype}; expected [n] int64",
+            rows.dim() == 1 and rows.dtype == torch.int64 and rows.device == partial.device,
+            f"rows is {list(rows.shape)} {rows.dtype} on {rows.device}; expected [n] int64 on {partial.device}",
         )
         if rows.device.type == "cpu" and rows.numel():  # elsewhere a look at the values would stall the stream
             expect(
                 int(rows[0]) >= 0 and int(rows[-1]) < partial.shape[0] and bool((rows[1:] >= rows[:-1]).all()),
                 f"rows={rows.tolist()}; expected ascending rows from 0 to {partial.shape[0] - 1}",
             )
+    if row_count is not None:
+        expect(
+            row_count.numel() == 1 and row_count.dtype == torch.int32 and row_count.device == partial.device,
+            f"row_count is {list(row_count.shape)} {row_count.dtype} on {row_count.device}; expected [1] int32 on "
+            f"{partial.device}",
+        )
     if out is not None:
         n = partial.shape[0] if rows is None else rows.numel()
         expect(

@@ -67,22 +67,27 @@ def fused(
 ) -> torch.Tensor:
     """Reduce-scatter by rows, residual add and norm on the owned rows, all-gather. Arguments as ``op`` checked them."""
     tokens, world = partial.shape[0], workspace.world_size
-    shards = [owned_rows(tokens, r, world) for r in range(world)]
-    mine = range(tokens) if replicated else shards[workspace.rank]
-    parts = _gather(partial, workspace) if replicated else _exchange(partial, [len(s) for s in shards], workspace)
-    own = residual[mine.start : mine.stop]
-    own.copy_(reduced_rows(parts, own if epilogue.has_residual else None, epilogue))
+    if rows is not None:  # sampled rows keep their owner; `rows` is ascending, so each owner's share of it is one run
+        partial = partial[rows]
     if replicated:
-        out.copy_(normalised(own if rows is None else own[rows], epilogue))
-        return out
-    if rows is None:
-        return _scatter_back(normalised(own, epilogue), [len(s) for s in shards], workspace, out)
-    # The sampled rows keep their owner. ``rows`` is ascending, so each owner's share of it is one run.
-    edges = torch.tensor([s.start for s in shards] + [tokens], device=rows.device)
-    bounds = torch.searchsorted(rows, edges).tolist()
-    wanted = rows[bounds[workspace.rank] : bounds[workspace.rank + 1]] - mine.start
-    counts = [hi - lo for lo, hi in itertools.pairwise(bounds)]
-    return _scatter_back(normalised(own[wanted], epilogue), counts, workspace, out)
+        mine: torch.Tensor | slice = slice(None) if rows is None else rows
+        parts = _gather(partial, workspace)
+    else:
+        shards = [owned_rows(tokens, r, world) for r in range(world)]
+        own = shards[workspace.rank]
+        counts = [len(s) for s in shards]
+        mine = slice(own.start, own.stop)
+        if rows is not None:
+            bounds = torch.searchsorted(rows, torch.tensor([s.start for s in shards] + [tokens], device=rows.device))
+            edges = bounds.tolist()
+            counts = [hi - lo for lo, hi in itertools.pairwise(edges)]
+            mine = rows[edges[workspace.rank] : edges[workspace.rank + 1]]
+        parts = _exchange(partial, counts, workspace)
+    h = reduced_rows(parts, residual[mine] if epilogue.has_residual else None, epilogue)
+    residual[mine] = h
+    if replicated:
+        return out.copy_(normalised(h, epilogue))
+    return _scatter_back(normalised(h, epilogue), counts, workspace, out)
 
 
 def sequential(

@@ -1,0 +1,111 @@
+"""``torch.library`` ops, so that ``torch.compile`` sees one opaque call with honest mutations.
+
+The workspace travels as its string handle. Three ops, because a custom op may not return what it was given: in place of
+the partial sums, into ``out``, and (sampled rows) into a new tensor.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from tokenweave.collective.op import Launch, Layout, run
+from tokenweave.collective.workspace import Workspace, find
+from tokenweave.stages import Epilogue
+
+_COMMON = (
+    "Tensor weight, Tensor? post_norm, Tensor? bias, Tensor? rows, Tensor? row_count, float eps, float weight_offset, "
+    "bool has_residual, str layout, int channel, int? ctas, int? cluster, str workspace"
+)
+_library = torch.library.Library("tokenweave", "DEF")
+_library.define(f"fused_allreduce_rmsnorm_(Tensor(a!) partial, Tensor(b!) residual, {_COMMON}) -> ()")
+_library.define(f"fused_allreduce_rmsnorm_out(Tensor partial, Tensor(a!) residual, Tensor(b!) out, {_COMMON}) -> ()")
+_library.define(f"fused_allreduce_rmsnorm(Tensor partial, Tensor(a!) residual, {_COMMON}) -> Tensor")
+
+
+def _run(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    out: torch.Tensor | None,
+    weight: torch.Tensor,
+    post_norm: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    row_count: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    has_residual: bool,
+    layout: str,
+    channel: int,
+    ctas: int | None,
+    cluster: int | None,
+    workspace: str,
+) -> torch.Tensor:
+    epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
+    launch = Launch(channel, ctas, cluster, cast(Layout, layout))
+    return run(partial, residual, epilogue, find(workspace), launch, rows, row_count, out)
+
+
+def _in_place(partial, residual, *rest):
+    _run(partial, residual, None, *rest)
+
+
+def _into(partial, residual, out, *rest):
+    _run(partial, residual, out, *rest)
+
+
+def _new(partial, residual, weight, post_norm, bias, rows, *rest):
+    n = partial.shape[0] if rows is None else rows.shape[0]
+    out = partial.new_empty(n, partial.shape[1])
+    return _run(partial, residual, out, weight, post_norm, bias, rows, *rest)
+
+
+def _new_fake(partial, residual, weight, post_norm, bias, rows, *rest):
+    n = partial.shape[0] if rows is None else rows.shape[0]
+    return partial.new_empty(n, partial.shape[1])
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("fused_allreduce_rmsnorm_", _in_place, _key)
+    _library.impl("fused_allreduce_rmsnorm_out", _into, _key)
+    _library.impl("fused_allreduce_rmsnorm", _new, _key)
+torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_", lambda *a, **k: None, lib=_library)
+torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_out", lambda *a, **k: None, lib=_library)
+torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm", _new_fake, lib=_library)
+
+
+def traced(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    epilogue: Epilogue,
+    workspace: Workspace,
+    launch: Launch,
+    rows: torch.Tensor | None,
+    row_count: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """The call as ops, for a compiler that is tracing."""
+    rest = (
+        epilogue.weight,
+        epilogue.post_norm,
+        epilogue.bias,
+        rows,
+        row_count,
+        epilogue.eps,
+        epilogue.weight_offset,
+        epilogue.has_residual,
+        launch.layout,
+        launch.channel,
+        launch.ctas,
+        launch.cluster,
+        workspace.handle,
+    )
+    ops = torch.ops.tokenweave
+    if out is not None:
+        ops.fused_allreduce_rmsnorm_out(partial, residual, out, *rest)
+        return out
+    if rows is None:
+        ops.fused_allreduce_rmsnorm_(partial, residual, *rest)
+        return partial
+    return cast(torch.Tensor, ops.fused_allreduce_rmsnorm(partial, residual, *rest))
