@@ -1,0 +1,1 @@
+"""A small real engine: continuous batching, chunked prefill, sampling, and the rank processes."""
