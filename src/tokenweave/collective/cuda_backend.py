@@ -103,6 +103,12 @@ def fused(
 ) -> torch.Tensor:
     """One fused collective on the current stream. Arguments as ``op`` checked them."""
     check(workspace)
+    vectors = {"weight": epilogue.weight, "post_norm": epilogue.post_norm, "bias": epilogue.bias, "rows": rows}
+    for name, tensor in {"residual": residual, "out": out, **vectors}.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise CollectiveError(
+                f"fused_allreduce_rmsnorm: {name} has strides {tensor.stride()}; it must be contiguous"
+            )
     n = partial.shape[0] if rows is None else rows.numel()
     if not n or not partial.shape[0]:  # all ranks know: nothing is launched
         return partial.new_empty(n, workspace.hidden) if out is None else out

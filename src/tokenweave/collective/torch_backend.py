@@ -11,6 +11,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
+from tokenweave.collective import norm
 from tokenweave.collective.rows import owned_rows
 from tokenweave.collective.workspace import Workspace
 from tokenweave.stages import Epilogue
@@ -98,8 +99,13 @@ def sequential(
     if workspace.world_size > 1 and partial.numel():
         dist.all_reduce(total, group=workspace.group)
         _count(workspace, 2 * partial.nbytes * (workspace.world_size - 1) // workspace.world_size)
-    residual.copy_(reduced_rows([total], residual if epilogue.has_residual else None, epilogue))
-    partial.copy_(normalised(residual, epilogue))
+    if norm.available(partial.device) and residual.is_contiguous():
+        norm.add_rmsnorm(total, residual, epilogue)
+        if total.data_ptr() != partial.data_ptr():  # its rows were apart
+            partial.copy_(total)
+    else:
+        residual.copy_(reduced_rows([total], residual if epilogue.has_residual else None, epilogue))
+        partial.copy_(normalised(residual, epilogue))
     return partial if rows is None else partial[rows]
 
 
