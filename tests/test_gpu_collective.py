@@ -243,9 +243,16 @@ def _outside_the_workspace() -> None:
         rows, _ = fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace)
         rows = rows.clone()
         assert workspace.copies == 0
+        kept = p.clone()
         result, _ = fused_allreduce_rmsnorm(p, r.clone(), weight, EPS, workspace)
+        assert result.data_ptr() == p.data_ptr()  # in place all the same
         assert torch.equal(rows, result)
         assert workspace.copies == 2
+        p = kept
+        picked, _ = fused_allreduce_rmsnorm(
+            p, r.clone(), weight, EPS, workspace, rows=torch.arange(1, 200, 3).to(p.device)
+        )
+        assert torch.equal(picked, rows[1:200:3])
         out = torch.empty_like(p)
         result, _ = fused_allreduce_rmsnorm(p, r.clone(), weight, EPS, workspace, out=out)
         assert result.data_ptr() == out.data_ptr()
@@ -457,7 +464,7 @@ def _a_peer_that_does_not_come(layout: str) -> str:
             fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout, channel=1)
     dist.barrier()
     workspace.close()
-    with _open(64, 4096) as again:
+    with _open(72, 4096) as again:
         _one(again, 64, layout, None, 2)
     return message
 

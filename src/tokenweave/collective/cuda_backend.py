@@ -147,19 +147,16 @@ def _twoshot(
 ) -> torch.Tensor:
     memory = _symmetric(workspace)
     tokens = partial.shape[0]
-    x = workspace.offset_of(partial)
-    if x is None:
-        staged = workspace.staging(tokens)
+    if out is None:
+        out = partial if rows is None else partial.new_empty(n, workspace.hidden)
+    x, y = workspace.offset_of(partial), workspace.offset_of(out)
+    if x is None:  # peers read a copy
+        staged = workspace.staging(tokens, 0)
         staged.copy_(partial)
         workspace.copies += 1
         x = workspace.offset_of(staged)
-        assert x is not None
-    y = None if out is None else workspace.offset_of(out)
-    in_place = out is None and rows is None and workspace.offset_of(partial) is not None
-    target = x if in_place else y
-    if target is None:  # peers write the rows to the staging region; they are copied out afterwards
-        target = workspace.offset_of(workspace.staging(n))
-        assert target is not None
+    target = y if y is not None else workspace.offset_of(workspace.staging(n, 1))  # peers write where they can
+    assert x is not None and target is not None
     blocks = default_ctas(tokens, workspace) if launch.ctas is None else launch.ctas
     if not 1 <= blocks <= MAX_BLOCKS:
         raise CollectiveError(f"fused_allreduce_rmsnorm: ctas={blocks}; expected 1 to {MAX_BLOCKS}")
@@ -174,14 +171,10 @@ def _twoshot(
     params = [args, c_int(ring_depth(function.kernel, blocks))] if function.kernel.stages else [args]
     function.launch(blocks, torch.cuda.current_stream().cuda_stream, *params, cluster=launch.cluster or 1)
     _count(workspace, tokens, n)
-    if in_place:
-        return partial
-    if y is not None and out is not None:
-        return out
-    if out is None:
-        out = partial.new_empty(n, workspace.hidden)
-    workspace.copies += 1
-    return out.copy_(workspace.staging(n))
+    if y is None:
+        out.copy_(workspace.staging(n, 1))
+        workspace.copies += 1
+    return out
 
 
 def _oneshot(

@@ -1,7 +1,7 @@
 """Symmetric memory of one tensor-parallel group: what the peers read and write in place.
 
 One allocation per rank, laid out alike on all of them:
-``[data: regions x max_tokens x hidden][staging: one region, if asked for][flags: a page a channel][inboxes: a channel each]``.
+``[data: regions x max_tokens x hidden][staging: two regions, if asked for][flags: a page a channel][inboxes: a channel each]``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Symmetric:
     """Addresses are per rank, in the address space of this one.
 
     Attributes:
-        data: [regions (+1 with staging), max_tokens, hidden], this rank's.
+        data: [regions (+2 with staging), max_tokens, hidden], this rank's.
         addresses: of the allocation, by rank.
         flags, inboxes: byte offsets of the first channel's.
         inbox_bytes: of one channel. inbox_rows: rows of one source in one of its three inboxes.

@@ -34,8 +34,8 @@ class Workspace:
         device: of the buffers.
         channels: how many collectives may be in flight at once (one per stream).
         regions: independent buffers of [max_tokens, hidden]; two allow stages that are not ``in_place``.
-        staging: one more region, for partial sums or results that are not in the workspace; without it such calls are
-            errors on the GPU transports.
+        staging: two more regions, for partial sums and results that are not in the workspace; without them such calls
+            are errors on the GPU transports.
         transport: ``"auto"``, ``"torch"`` or ``"p2p"``.
         time_limit: seconds after which a kernel stops waiting for a peer.
 
@@ -114,14 +114,14 @@ class Workspace:
         """Whether :meth:`close` was called: its memory is gone, and collectives refuse it."""
         return self._data is None
 
-    def staging(self, tokens: int) -> torch.Tensor:
-        """[tokens, hidden] of the staging region: copies of what peers could not reach otherwise."""
+    def staging(self, tokens: int, index: int) -> torch.Tensor:
+        """[tokens, hidden] of a staging region: 0 for partial sums, 1 for results that peers could not reach otherwise."""
         if self._data is None or not self._staging:
             raise CollectiveError(
                 "this call's partial sums or result are outside the workspace, which was created with staging=False: write "
                 "them to workspace.buffer(tokens), or create it with staging=True"
             )
-        return self._data[self.regions, :tokens]
+        return self._data[self.regions + index, :tokens]
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Bytes from the start of the symmetric memory if the whole tensor lies in it, with contiguous rows; else None."""
@@ -142,7 +142,7 @@ class Workspace:
                 dtype=self.dtype,
                 device=self.device,
                 channels=self.channels,
-                regions=self.regions + self._staging,
+                regions=self.regions + 2 * self._staging,
             )
             self._data = self.symmetric.data
         except CollectiveError as error:
