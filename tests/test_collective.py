@@ -105,7 +105,7 @@ def _sequential_of_small_integers(dtype: torch.dtype, seed: int) -> torch.Tensor
         data = make(case, workspace.world_size, seed)
         data.partials.copy_(torch.randint(-8, 8, data.partials.shape, generator=torch.Generator().manual_seed(seed)))
         residual, rows = call_sequential(case, data, workspace)
-        check(case, data, residual, rows, workspace, sequential)
+        check(case, data, residual, rows, workspace, sequential=True)
         return rows.clone()
 
 
