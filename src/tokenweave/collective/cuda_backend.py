@@ -172,7 +172,11 @@ def _twoshot(
     function.launch(blocks, torch.cuda.current_stream().cuda_stream, *params, cluster=launch.cluster or 1)
     _count(workspace, tokens, n)
     if y is None:
-        out.copy_(workspace.staging(n, 1))
+        result = workspace.staging(n, 1)
+        if row_count is not None:  # rows behind it stay as they are
+            real = torch.arange(n, device=workspace.device).unsqueeze(1) < row_count
+            result = torch.where(real, result, out)
+        out.copy_(result)
         workspace.copies += 1
     return out
 
