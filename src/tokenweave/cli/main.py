@@ -14,6 +14,8 @@ from tokenweave.errors import TokenWeaveError
 COMMANDS = {
     "generate": "answer prompts with a tensor-parallel model",
     "plan": "show how a batch would be run on given GPUs, with its waves and predicted times",
+    "bench": "measure the fused collective against its rivals on this machine's GPUs",
+    "compile": "compile the GPU kernels, with no GPU, and show registers, spills and shared memory",
     "doctor": "show what this machine has, which transport would be used, and what is missing",
 }
 """Subcommand -> help. Each is a module of this package, imported only when it is the one that runs."""

@@ -1,0 +1,140 @@
+"""What a measurement ran on: hardware, link, versions, and the clocks and power while it ran."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tokenweave import doctor
+
+
+def describe() -> dict[str, Any]:
+    """The machine as JSON-ready values; None where it cannot be read. Creates nothing on a GPU; takes a second or two."""
+    report = doctor.examine()
+    limits = _nvidia_smi("power.limit,clocks.max.sm,clocks.max.mem")
+    power, sm, memory = (_number(cell) for cell in limits[0]) if limits else (None, None, None)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "tokenweave": report.tokenweave,
+        "commit": _commit(),
+        "python": report.python,
+        "torch": report.torch,
+        "cuda": report.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if report.gpus else None,
+        "driver": report.driver,
+        "packages": {**report.cuda_packages, **{name: _version(name) for name in ("flashinfer-python", "triton")}},
+        "gpus": [gpu.name for gpu in report.gpus],
+        "sms": report.gpus[0].sms if report.gpus else None,
+        "nvlinks": [link.nvlinks for link in report.links],
+        "power_limit_w": power,
+        "max_sm_mhz": sm,
+        "max_memory_mhz": memory,
+        "multicast": {"value": report.multicast.value, "why": report.multicast.why},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_SYMM_MEM"))},
+    }
+
+
+def machine_line(environment: dict[str, Any], ranks: int) -> str:
+    """One line that names hardware, link, power limit, measured clocks and versions, for a table's caption."""
+    gpus, links = environment["gpus"], environment["nvlinks"]
+    parts = [f"{ranks}x {gpus[0]}" if gpus else "no GPU"]
+    if links and links[0]:
+        parts.append(f"{links[0]} NVLinks")
+    parts.append("multicast off" if environment["multicast"]["value"] != "yes" else "multicast on")
+    if environment["power_limit_w"]:
+        parts.append(f"{environment['power_limit_w']:.0f} W limit")
+    clocks = environment.get("while_measuring")
+    if clocks and clocks["sm_mhz"]:
+        parts.append(f"SM clock {clocks['sm_mhz']['median']:.0f} MHz")
+    parts += [f"torch {environment['torch']}", f"NCCL {environment['nccl']}", f"driver {environment['driver']}"]
+    return ", ".join(parts)
+
+
+class Monitor:
+    """Samples the SM clock, the power and the temperature of one GPU, through NVML or else nvidia-smi.
+
+    Args:
+        device: index as torch counts.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._samples: list[tuple[float, float, float]] = []
+        self._next = 0.0
+        self._uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        try:
+            self._nvml: Any = importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+        except Exception:  # not installed, or no permission: nvidia-smi may still answer
+            self._nvml = None
+
+    def sample(self) -> None:
+        """Takes one sample; with nvidia-smi at most one every two seconds, because starting it disturbs the host."""
+        if self._nvml is not None:
+            sm = self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)
+            power = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
+            heat = self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
+            self._samples.append((float(sm), float(power), float(heat)))
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + 2.0
+            rows = _nvidia_smi("clocks.sm,power.draw,temperature.gpu", self._uuid)
+            values = [_number(cell) for cell in rows[0]] if rows else []
+            if len(values) == 3 and None not in values:
+                self._samples.append((float(values[0] or 0), float(values[1] or 0), float(values[2] or 0)))
+
+    def take(self) -> dict[str, dict[str, float] | None]:
+        """Lowest, median and highest of the samples since the last call."""
+        columns = list(zip(*self._samples, strict=True)) or [(), (), ()]
+        self._samples = []
+        return {
+            name: {"low": min(column), "median": median(column), "high": max(column)} if column else None
+            for name, column in zip(("sm_mhz", "power_w", "celsius"), columns, strict=True)
+        }
+
+
+def _nvidia_smi(fields: str, gpu: str | None = None) -> list[list[str]]:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", *(("-i", gpu) if gpu else ())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None  # "[N/A]"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that this package is imported from, with "+" if it has changes; None if it is installed."""
+    folder = Path(__file__).parents[3]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "") or None

@@ -1,0 +1,124 @@
+"""How speed is judged: rounds in which every mode runs once, in random order, after the same idle time; medians, and
+bootstrap intervals of their ratios. Figures from different loops are never compared."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tokenweave.errors import RequestError
+
+MIN_ROUNDS = 20
+_SLEEP_CYCLES = 500_000  # about 0.25 ms on H200: the host queues a whole sample behind it
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median with its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def median_estimate(samples: Sequence[float], draws: int = 2000) -> Estimate:
+    """Median of ``samples``; the interval is the 2.5 and 97.5 percentile of the medians of ``draws`` resamplings."""
+    values = np.asarray(samples, dtype=np.float64)
+    picks = np.random.default_rng(0).integers(0, len(values), size=(draws, len(values)))
+    low, high = np.percentile(np.median(values[picks], axis=1), (2.5, 97.5))
+    return Estimate(float(np.median(values)), float(low), float(high))
+
+
+def ratio_estimate(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Median of the rounds' ratios ours / theirs, which share each round's clocks and temperature."""
+    return median_estimate([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def paired_rounds(
+    modes: Mapping[str, Callable[[], float]], rounds: int, seed: int = 0, after_round: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Runs every mode once a round, in an order that is drawn anew for each round.
+
+    Args:
+        modes: name -> a function that runs the mode once and returns its time. The same names, in the same order, on
+            all ranks.
+        rounds: at least 20.
+        seed: of the order; the same on all ranks, which must run the same mode together.
+        after_round: called after each, e.g. to sample clocks.
+
+    Returns:
+        Name -> the times of all rounds.
+    """
+    if rounds < MIN_ROUNDS:
+        raise RequestError(f"{rounds} rounds; expected at least {MIN_ROUNDS}: fewer say too little about noise")
+    order, shuffle = list(modes), random.Random(seed).shuffle
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            times[name].append(modes[name]())
+        after_round()
+    return times
+
+
+def slowest_rank(
+    times: Mapping[str, Sequence[float]], group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, list[float]]:
+    """Each round's time on the rank that took longest. Collective over ``group``."""
+    table = torch.tensor([list(samples) for samples in times.values()], dtype=torch.float64, device=device)
+    if table.numel() and dist.is_initialized():
+        dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(times, table.tolist(), strict=True))
+
+
+class GraphClock:
+    """Captures chains of calls as CUDA graphs and times their replay, started together on all ranks.
+
+    Args:
+        group: the ranks. device: this rank's GPU, the current one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._meet = torch.zeros(1, device=device)
+        self._stream = torch.cuda.Stream(device)
+        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def capture(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+        """``calls`` calls in a row as one graph. ``call`` must have run before: nothing may be set up in a capture."""
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # thread_local: NCCL's watchdog thread queries events meanwhile, which would end a global capture.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for _ in range(calls):
+                    call()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it is broken already; the first error says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.synchronize()
+        return graph
+
+    def replay(self, graph: torch.cuda.CUDAGraph, reset: Callable[[], None]) -> float:
+        """Microseconds of one replay on this rank.
+
+        The GPU idles while the host queues the sample, then the ranks meet on the device, so that the start of the
+        first call is not a wait for another rank's host.
+        """
+        reset()
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        dist.all_reduce(self._meet, group=self._group)
+        self._start.record()
+        graph.replay()
+        self._end.record()
+        torch.cuda.synchronize()
+        return self._start.elapsed_time(self._end) * 1e3

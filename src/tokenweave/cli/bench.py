@@ -1,0 +1,157 @@
+"""``tokenweave bench kernel``: the fused collective against its rivals, in one run, on this machine's GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tokenweave.errors import RequestError
+
+_TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
+_QUICK = "16,256,1024,4096"
+_OPTIONS = ["tp", "hidden", "tokens", "ctas", "dtype", "rounds", "only", "seed", "quick", "json", "plot", "time_limit"]
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", description=__doc__, help="measure on this machine's GPUs")
+    kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    kernel = kinds.add_parser("kernel", description=__doc__, help="the fused collective against its rivals")
+    kernel.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
+    kernel.add_argument("--hidden", default="4096", help="row sizes, separated by commas (default %(default)s)")
+    kernel.add_argument("--tokens", help=f"rows of a call, separated by commas (default {_TOKENS})")
+    kernel.add_argument("--ctas", default="4,8,12", help="blocks of the two-shot kernel (default %(default)s)")
+    kernel.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    kernel.add_argument("--rounds", type=int, help="paired rounds, at least 20 (default 40, with --quick 20)")
+    kernel.add_argument("--only", help="families to run, of: tokenweave, nccl, torch, flashinfer (default: all)")
+    kernel.add_argument("--seed", type=int, default=0, help="of inputs and of the order of the modes")
+    kernel.add_argument("--quick", action="store_true", help=f"20 rounds, and unless --tokens says more: {_QUICK}")
+    kernel.add_argument("--json", type=Path, metavar="FILE", help="write the result, after each size")
+    kernel.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.svg, .png or .pdf)")
+    kernel.add_argument("--time-limit", type=float, default=900, help="seconds until the ranks are ended (default 900)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures on ranks of its own, or as one rank of torchrun's."""
+    from tokenweave.bench import launch
+
+    _check(args)
+    if args.plot is not None:
+        from tokenweave.bench.plots import require_matplotlib
+
+        require_matplotlib()
+    if launch.launched():
+        return _run_rank(args)
+    import torch
+
+    if torch.cuda.device_count() < args.tp:
+        raise RequestError(f"--tp {args.tp} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine")
+    return launch.run_ranks(_command_line(args), args.tp, args.time_limit)
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from tokenweave.bench import environment, report
+    from tokenweave.bench.implementations import FAMILIES
+    from tokenweave.bench.kernel import Config, KernelBench, link_gbs
+    from tokenweave.bench.timing import GraphClock
+    from tokenweave.planning.hardware import local_gpu
+
+    rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if not 2 <= ranks <= 8 or torch.cuda.device_count() <= local:
+        raise RequestError(
+            f"rank {rank}: {ranks} ranks and {torch.cuda.device_count()} GPUs; expected 2 to 8 ranks of one machine, a GPU each"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    config = Config(
+        hidden=_numbers("--hidden", args.hidden),
+        tokens=_tokens(args),
+        ctas=_numbers("--ctas", args.ctas) if args.ctas else (),
+        dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
+        rounds=_rounds(args),
+        link_gbs=link_gbs(local_gpu().name),
+        seed=args.seed,
+        json=args.json,
+    )
+    bench = KernelBench(
+        config,
+        group,
+        device,
+        [family for family in FAMILIES if args.only is None or family.name.split()[0] in args.only.split(",")],
+        GraphClock(group, device),
+        environment.Monitor(local),
+        environment.describe() if rank == 0 else {},
+        lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
+    )
+    result = bench.run()
+    if rank == 0:
+        report.finish(result)
+        print(report.text(result), flush=True)
+        if args.plot is not None and result["rows"]:
+            from tokenweave.bench.plots import plot_kernel
+
+            plot_kernel(result, args.plot)
+    # Live CUDA graphs that hold NCCL kernels would block the group's end; run() has dropped them, this their cycles.
+    del bench
+    gc.collect()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if result["rows"] else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what can be refused before any rank starts."""
+    from tokenweave.bench.timing import MIN_ROUNDS
+
+    if not 2 <= args.tp <= 8:
+        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
+    wrong = [hidden for hidden in _numbers("--hidden", args.hidden) if hidden % 8 or hidden > 16384]
+    if wrong:
+        raise RequestError(f"--hidden {wrong[0]}; expected multiples of 8 up to 16384")
+    _tokens(args)
+    if args.ctas and max(_numbers("--ctas", args.ctas)) > 256:
+        raise RequestError(f"--ctas {args.ctas}; expected numbers from 1 to 256")
+    if _rounds(args) < MIN_ROUNDS:
+        raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
+    if args.only and not set(args.only.split(",")) <= {"tokenweave", "nccl", "torch", "flashinfer"}:
+        raise RequestError(f"--only {args.only!r}; expected some of tokenweave, nccl, torch, flashinfer")
+
+
+def _rounds(args: argparse.Namespace) -> int:
+    return args.rounds if args.rounds is not None else 20 if args.quick else 40
+
+
+def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
+    return _numbers("--tokens", args.tokens or (_QUICK if args.quick else _TOKENS))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(number) for number in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise RequestError(f"{option} {text!r}; expected positive whole numbers separated by commas")
+    return numbers
+
+
+def _command_line(args: argparse.Namespace) -> list[str]:
+    """The arguments once more, for a rank."""
+    words = ["bench", "kernel"]
+    for name, value in vars(args).items():
+        option = "--" + name.replace("_", "-")
+        if name in _OPTIONS and value is True:
+            words.append(option)
+        elif name in _OPTIONS and value is not None and value is not False:
+            words.append(f"{option}={value}")
+    return words
