@@ -16,12 +16,38 @@ import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 from tokenweave.errors import CollectiveError
 
 SOURCES = Path(__file__).parent / "csrc"
 DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Instantiation(Protocol):
+    """A kernel with its compile-time constants, of any part of the package.
+
+    Attributes:
+        name: of the function, and of the source file without its ending.
+        source: the file. It may include the headers of ``collective/csrc``.
+        threads: per block. dynamic_shared_bytes: per block.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> Path: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def dynamic_shared_bytes(self) -> int: ...
+
+    def defines(self) -> list[tuple[str, str]]:
+        """The preprocessor definitions that select this instantiation."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +72,11 @@ class Kernel:
     group_threads: int
     groups: int = 1
     stages: int = 0
+
+    @property
+    def source(self) -> Path:
+        """Its file."""
+        return SOURCES / f"{self.name}.cu"
 
     @property
     def threads(self) -> int:
@@ -74,13 +105,13 @@ class Compiled:
     shared_bytes: int
 
 
-def compile_kernel(kernel: Kernel, arch: str) -> Compiled:
+def compile_kernel(kernel: Instantiation, arch: str) -> Compiled:
     """Compiles for ``arch`` (``"sm_90a"``), or reads the cache.
 
     Raises:
         CollectiveError: ``cuda-core``/NVRTC is not installed, or the compiler refused (its log is in the message).
     """
-    key = hashlib.sha256(json.dumps([_sources(), asdict(kernel), arch, _versions()]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([_sources(), kernel.name, kernel.defines(), arch, _versions()]).encode()).hexdigest()
     path = cache_dir() / f"{kernel.name}-{key[:32]}"
     return _read(path) or _write(path, _compile(kernel, arch))
 
@@ -93,7 +124,7 @@ def cache_dir() -> Path:
     return Path(root) / "kernels"
 
 
-def _compile(kernel: Kernel, arch: str) -> Compiled:
+def _compile(kernel: Instantiation, arch: str) -> Compiled:
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError:
@@ -114,7 +145,7 @@ def _compile(kernel: Kernel, arch: str) -> Compiled:
     )
     log = io.StringIO()
     try:
-        cubin = Program((SOURCES / f"{kernel.name}.cu").read_text(), "c++", options).compile("cubin", logs=log).code
+        cubin = Program(kernel.source.read_text(), "c++", options).compile("cubin", logs=log).code
     except Exception as error:  # cuda.core's own exception types differ between its versions
         raise CollectiveError(f"NVRTC could not compile {kernel} for {arch}: {error}\n{log.getvalue()}") from error
     text = log.getvalue()
@@ -153,7 +184,7 @@ def _write(path: Path, compiled: Compiled) -> Compiled:
 @cache
 def _sources() -> str:
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.glob("*.cu*")):
+    for path in sorted(SOURCES.parents[1].glob("*/csrc/*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

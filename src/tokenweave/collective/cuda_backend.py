@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenweave.collective.compile import ELEMENT_BYTES, Kernel, compile_kernel
-from tokenweave.collective.launch import MAX_BLOCKS, Args, Function, PointerTable
+from tokenweave.collective.compile import ELEMENT_BYTES, Kernel
+from tokenweave.collective.launch import MAX_BLOCKS, Args, PointerTable, loaded
 from tokenweave.collective.rows import rows_per_rank
 from tokenweave.collective.symmetric import FLAG_BYTES, Symmetric
 from tokenweave.collective.workspace import Workspace
@@ -81,14 +81,6 @@ def default_ctas(tokens: int, workspace: Workspace) -> int:
     """
     _, groups = _groups(workspace.hidden, _name(workspace.dtype))
     return max(1, min(64, -(-rows_per_rank(tokens, workspace.world_size) // groups)))
-
-
-@functools.cache
-def _function(kernel: Kernel, device: int) -> Function:
-    major, minor = torch.cuda.get_device_capability(device)
-    suffix = "a" if major >= 9 else ""
-    with torch.cuda.device(device):
-        return Function(kernel, compile_kernel(kernel, f"sm_{major}{minor}{suffix}"))
 
 
 def fused(
@@ -163,12 +155,13 @@ def _twoshot(
     if launch.cluster and blocks % launch.cluster:
         raise CollectiveError(f"fused_allreduce_rmsnorm: cluster={launch.cluster} does not divide ctas={blocks}")
     options = _options(epilogue, workspace.dtype, rows, row_count)
-    function = _function(twoshot_kernel(workspace, options, tokens, blocks), workspace.device.index or 0)
+    kernel = twoshot_kernel(workspace, options, tokens, blocks)
+    function = loaded(kernel, workspace.device.index or 0)
     args = _args(memory, workspace, residual, epilogue, rows, row_count, launch.channel, tokens, n)
     for p, address in enumerate(memory.addresses):
         args.x[p], args.out[p] = address + x, address + target
-    args.signature = _signature(function.kernel, blocks, tokens, n, x, target)
-    params = [args, c_int(ring_depth(function.kernel, blocks))] if function.kernel.stages else [args]
+    args.signature = _signature(kernel, blocks, tokens, n, x, target)
+    params = [args, c_int(ring_depth(kernel, blocks))] if kernel.stages else [args]
     function.launch(blocks, torch.cuda.current_stream().cuda_stream, *params, cluster=launch.cluster or 1)
     _count(workspace, tokens, n)
     if y is None:
@@ -202,7 +195,7 @@ def _oneshot(
         )
     options = _options(epilogue, workspace.dtype, rows, row_count)
     kernel = _oneshot_kernel(workspace.world_size, workspace.rank, workspace.hidden, _name(workspace.dtype), options)
-    function = _function(kernel, workspace.device.index or 0)
+    function = loaded(kernel, workspace.device.index or 0)
     inboxes = _Inboxes()
     base = memory.inboxes + launch.channel * memory.inbox_bytes
     for p, address in enumerate(memory.addresses):

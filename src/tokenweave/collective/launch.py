@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_uint, c_uint64, c_void_p
 
-from tokenweave.collective.compile import Compiled, Kernel
+import torch
+
+from tokenweave.collective.compile import Compiled, Instantiation, compile_kernel
 from tokenweave.errors import CollectiveError
 
 MAX_RANKS = 8
@@ -74,7 +77,7 @@ def _check(status: int, what: str) -> None:
 class Function:
     """A kernel loaded into the current context."""
 
-    def __init__(self, kernel: Kernel, compiled: Compiled) -> None:
+    def __init__(self, kernel: Instantiation, compiled: Compiled) -> None:
         self.kernel = kernel
         module, self._function = c_void_p(), c_void_p()
         _check(driver().cuModuleLoadData(byref(module), compiled.cubin), f"loading {kernel.name}")
@@ -110,3 +113,13 @@ class Function:
         )
         status = driver().cuLaunchKernelEx(byref(config), self._function, pointers, None)
         _check(status, f"launching {self.kernel.name} with {blocks} blocks in clusters of {cluster}")
+
+
+@functools.cache
+def loaded(kernel: Instantiation, device: int) -> Function:
+    """The kernel, compiled for a GPU (its number as torch counts) and loaded into its context; at first use that takes
+    half a second, or milliseconds from the cache on disk."""
+    major, minor = torch.cuda.get_device_capability(device)
+    suffix = "a" if major >= 9 else ""
+    with torch.cuda.device(device):
+        return Function(kernel, compile_kernel(kernel, f"sm_{major}{minor}{suffix}"))

@@ -10,7 +10,7 @@ import torch
 
 from tokenweave.collective import cuda_backend
 from tokenweave.collective.compile import DTYPES, ELEMENT_BYTES, Kernel
-from tokenweave.collective.launch import Args
+from tokenweave.collective.launch import Args, loaded
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 
@@ -73,7 +73,7 @@ def add_rmsnorm(
     )
     args.x[0], args.out[0] = x.data_ptr(), out.data_ptr()
     with torch.cuda.device(x.device):
-        function = cuda_backend._function(kernel, torch.cuda.current_device())
+        function = loaded(kernel, torch.cuda.current_device())
         function.launch(x.shape[0], torch.cuda.current_stream().cuda_stream, args)
     return out
 
