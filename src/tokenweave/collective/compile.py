@@ -55,12 +55,13 @@ class Kernel:
     """One instantiation of one of the kernels in ``csrc/``; the fields are its compile-time constants.
 
     Attributes:
-        name: file and function: ``"twoshot_ring"``, ``"twoshot_registers"`` or ``"oneshot"``.
+        name: file and function: ``"twoshot_ring"``, ``"twoshot_registers"``, ``"twoshot_multimem"``, ``"oneshot"`` ...
         ranks, rank: of the group.
         hidden: elements a row. dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         options: bits of ``enum Option`` in ``csrc/row.cuh``.
         group_threads: threads that share a row. groups: rows at a time in a block.
         stages: rows that the ring holds, each of all ranks and the residual; 0 for the other kernels.
+        emulated: 1 for peer-to-peer loops in place of the multicast instructions; for tests.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Kernel:
     group_threads: int
     groups: int = 1
     stages: int = 0
+    emulated: int = 0
 
     @property
     def source(self) -> Path:

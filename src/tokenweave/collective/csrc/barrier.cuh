@@ -13,6 +13,14 @@
 //          and writing my rows (those of blocks b; together the blocks cover all rows), so that when the kernel
 //          completes, the next kernel of this stream may overwrite the partial sums and read the rows.
 //
+//   Multicast: a multicast address is one more virtual address of memory that everybody else reads and writes by its own
+//          address, which the memory model calls an alias: release and acquire order the two only with a proxy fence
+//          between. So every thread that loads or stores by multicast addresses runs fence.proxy.alias twice: after the
+//          bar.sync that follows the start's acquire and before its first multimem.ld_reduce; and after its last
+//          multimem.st and before the bar.sync that precedes the end's release. multimem.ld_reduce and multimem.st are
+//          relaxed at system scope in the generic proxy, so nothing else is needed: the flags are the same, by peer
+//          addresses, and the release is cumulative over the stores of the block.
+//
 // A flag word is (signature << 32 | epoch). Epochs only grow and are kept on the device, one counter a block, so graphs
 // replay and the number of blocks may change between calls as long as all ranks make the same calls in order. The
 // signature is a hash of the launch shape: a mismatch between ranks is an error at the first barrier, not a hang.
@@ -24,14 +32,17 @@
 
 constexpr int MAX_RANKS = 8, MAX_BLOCKS = 256, POISON = MAX_BLOCKS;
 
-struct Args {
+struct Args {                // the tables' first entry is the multicast address where the switch sums and stores
   const u8* x[MAX_RANKS];    // partial sums of every rank, row 0 of the call
   u8* out[MAX_RANKS];        // result rows of every rank, row 0 of the call
+  u8* fp8[MAX_RANKS];        // e4m3 result rows of every rank, row 0 of the call
+  u8* scales[MAX_RANKS];     // float32 scales of those rows, if each has its own
   u64* flags[MAX_RANKS];     // [block][source rank] words of every rank's memory
   u8* residual;              // local, row 0 of the call
   const u8* weight;          // local vectors of [hidden]
   const u8* post_weight;
   const u8* bias;
+  const float* scale;        // local: the one scale of all e4m3 rows, if they don't have their own
   const i64* rows;           // sampled rows, ascending; null for all
   const int* row_count;      // real number of rows in device memory; null: `tokens`
   u32* state;                // local: an epoch a block, then the poison word

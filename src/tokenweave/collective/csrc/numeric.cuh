@@ -51,8 +51,23 @@ template <> struct Numeric<Dtype::fp32> {
   }
 };
 
+constexpr float E4M3_MAX = 448;
+constexpr float E4M3_LEAST_SCALE = 1.0f / (1ull << 40);  // of a row: an all-zero row has a scale, and its reciprocal is finite
+
+DEVICE float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }  // NaN if either is
+#if __CUDA_ARCH__ >= 890
+DEVICE u32 pack_e4m3(float a, float b, float c, float d) {  // a in the lowest byte; round to nearest even, saturating; NaN stays NaN
+  u32 r;
+  asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; mov.b32 %0, {l, h}; }"
+      : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+#endif
+
 DEVICE float warp_sum(float s) {  // a butterfly: every lane gets the same bits
 #pragma unroll
   for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
   return s;
 }
+// Of values without a sign: their bits are ordered as they are, and NaN is the largest.
+DEVICE float warp_max(float m) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(m))); }

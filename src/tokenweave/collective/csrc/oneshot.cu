@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
 #pragma unroll
     for (int v = 0; v < V; ++v)
       if (ok && math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);
-    math.scale(h, math.inverse_rms(ss), [&](int v, const Vec& y) { st_global(a.out[RANK] + at + math.step(v), y); });
+    math.write(h, math.inverse_rms(ss), row, [&](u8* const(&table)[MAX_RANKS], size_t to, const auto& words) { st_global(table[RANK] + to, words); });
   }
   const int extent = a.state[EXTENT + (call + 2) % 3];  // rows that the last call left in its inbox
   for (int r = row; r < extent; r += gridDim.x)

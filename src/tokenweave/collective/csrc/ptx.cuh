@@ -31,10 +31,12 @@ DEVICE Vec ld_volatile(const void* p) {
   asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
   return v;
 }
-DEVICE void st_global(void* p, const Vec& v) {
-  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
+DEVICE void st_global(void* p, const u32 (&w)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
-DEVICE void st_global_2(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
+DEVICE void st_global(void* p, const u32 (&w)[2]) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(w[0]), "r"(w[1]) : "memory"); }
+DEVICE void st_global(void* p, const u32 (&w)[1]) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(w[0]) : "memory"); }
+DEVICE void st_global(void* p, const Vec& v) { st_global(p, v.w); }
 DEVICE void st_release_sys(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE u64 ld_acquire_sys(const u64* p) {
   u64 v;
@@ -64,6 +66,35 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* b) {
 }
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 #endif
+
+// ---- multicast addresses (sm_90+): the switch sums what is at the address on every GPU, and writes there on every GPU
+#if __CUDA_ARCH__ >= 900
+#define MULTIMEM_LD_REDUCE(NAME, TYPE)                                                                               \
+  DEVICE Vec NAME(const void* p) {                                                                                   \
+    Vec v;                                                                                                           \
+    asm volatile("multimem.ld_reduce.relaxed.sys.global.add" TYPE " {%0,%1,%2,%3}, [%4];"                            \
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");                      \
+    return v;                                                                                                        \
+  }
+MULTIMEM_LD_REDUCE(multimem_ld_reduce_bf16, ".acc::f32.v4.bf16x2")
+MULTIMEM_LD_REDUCE(multimem_ld_reduce_fp16, ".acc::f32.v4.f16x2")
+#undef MULTIMEM_LD_REDUCE
+DEVICE Vec multimem_ld_reduce_fp32(const void* p) {
+  float f[4];
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3]) : "l"(p) : "memory");
+  return {{__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3])}};
+}
+DEVICE void multimem_st(void* p, const u32 (&w)[4]) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(p), "f"(__uint_as_float(w[0])),
+               "f"(__uint_as_float(w[1])), "f"(__uint_as_float(w[2])), "f"(__uint_as_float(w[3])) : "memory");
+}
+DEVICE void multimem_st(void* p, const u32 (&w)[2]) {
+  asm volatile("multimem.st.relaxed.sys.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(__uint_as_float(w[0])), "f"(__uint_as_float(w[1])) : "memory");
+}
+DEVICE void multimem_st(void* p, const u32 (&w)[1]) { asm volatile("multimem.st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(w[0]) : "memory"); }
+#endif
+DEVICE void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // ---- programmatic dependent launch (sm_90+; elsewhere kernels start after their predecessor as always)
 #if __CUDA_ARCH__ >= 900

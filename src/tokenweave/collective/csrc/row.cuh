@@ -1,5 +1,5 @@
 // What happens to one row once its partial sums are at hand: sum in rank order, bias, post-norm, residual add, one
-// rounding, RMSNorm. All kernels share it, with the same threads per row for a given hidden size, so a row's bits do not
+// rounding, RMSNorm, and, where asked for, e4m3. All kernels share it, with the same threads per row for a given hidden size, so a row's bits do not
 // depend on the kernel, on its owner or on the rest of the batch.
 //
 // A row belongs to a group of GT threads; thread t holds the 16-byte vectors t, GT + t, 2 GT + t, ...
@@ -7,7 +7,8 @@
 #include "barrier.cuh"
 #include "numeric.cuh"
 
-enum Option : int { HAS_RESIDUAL = 1, BIAS = 2, POST_NORM = 4, WEIGHT_FP32 = 8, ROWS = 16, ROW_COUNT = 32, WEIGHT_OFFSET = 64 };
+enum Option : int { HAS_RESIDUAL = 1, BIAS = 2, POST_NORM = 4, WEIGHT_FP32 = 8, ROWS = 16, ROW_COUNT = 32, WEIGHT_OFFSET = 64,
+                    FP8 = 128 /* e4m3 rows */, ROW_SCALES = 256 /* each has its own scale */, UNQUANTISED = 512 /* the other rows too */ };
 
 template <int N_, int H_, Dtype D_, int GT_, int GROUPS_, int OPTIONS_> struct Shape {
   static constexpr int N = N_, H = H_, GT = GT_, GROUPS = GROUPS_, OPTIONS = OPTIONS_;
@@ -21,7 +22,7 @@ template <int N_, int H_, Dtype D_, int GT_, int GROUPS_, int OPTIONS_> struct S
 template <class S, int OPTION> constexpr bool has = (S::OPTIONS & OPTION) != 0;
 
 template <class S> struct Reduction {  // two slots that take turns, so that one barrier a sum is enough
-  float slot[S::GROUPS][2][S::WARPS];
+  float slot[S::GROUPS][2][S::WARPS];  // whatever is reduced: one after the other
 };
 
 template <class S> struct RowMath {
@@ -64,19 +65,9 @@ template <class S> struct RowMath {
     for (int k = 0; k < E; ++k) y[k] *= has<S, WEIGHT_OFFSET> ? w[k] + a.weight_offset : w[k];
   }
 
-  DEVICE float group_sum(float s) {  // the same bits in every thread of the group
-    s = warp_sum(s);
-    if constexpr (S::WARPS > 1) {
-      float* slot = shared.slot[group][parity];
-      parity ^= 1;
-      if ((t & 31) == 0) slot[t / 32] = s;
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(S::GT) : "memory");
-      s = 0;
-#pragma unroll
-      for (int k = 0; k < S::WARPS; ++k) s += slot[k];
-    }
-    return s;
-  }
+  // The same bits in every thread of the group.
+  DEVICE float group_sum(float s) { return across_warps(warp_sum(s), [](float a, float b) { return a + b; }); }
+  DEVICE float group_max(float m) { return across_warps(warp_max(m), max_nan); }  // of values without a sign
   DEVICE float inverse_rms(float sum_of_squares) { return rsqrtf(group_sum(sum_of_squares) * (1.0f / S::H) + a.eps); }
 
   // h: the new residual, rounded once. x(p, v): the v-th vector of rank p's partial sums; residual(v): of the old residual.
@@ -119,18 +110,91 @@ template <class S> struct RowMath {
   template <class Store> DEVICE void scale(const Vec (&h)[V], float inv, Store store) const {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      float y[E], w[E];
-      Num::unpack(y, h[v]);
-#pragma unroll
-      for (int k = 0; k < E; ++k) y[k] *= inv;
-      if constexpr (KEEP) Num::unpack(w, weight[v]);
-      else elements(w, a.weight, v);
-      multiply(y, w);
+      float y[E];
+      normalise(y, h[v], inv, v);
       if (inside(v)) store(v, Num::pack(y));
+    }
+  }
+  // The normalised row in all forms that the options ask for. `row`: where the result has it.
+  // store(table, at, words): 1, 2 or 4 words to byte `at` of the table's destinations.
+  template <class Store> DEVICE void write(const Vec (&h)[V], float inv, int row, Store store) {
+    const size_t out = (size_t)row * S::ROW_BYTES + t * 16;
+    if constexpr (!has<S, FP8>) {
+      scale(h, inv, [&](int v, const Vec& y) { store(a.out, out + step(v), y.w); });
+    } else {
+      float y[V][E], most = 0;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        normalise(y[v], h[v], inv, v);
+        if constexpr (has<S, UNQUANTISED>)
+          if (inside(v)) store(a.out, out + step(v), Num::pack(y[v]).w);
+        if constexpr (has<S, ROW_SCALES>)
+#pragma unroll
+          for (int k = 0; k < E; ++k) most = max_nan(most, fabsf(y[v][k]));
+      }
+      float scale_of_row;
+      if constexpr (has<S, ROW_SCALES>) {
+        scale_of_row = max_nan(group_max(most) / E4M3_MAX, E4M3_LEAST_SCALE);
+        const u32 word[1] = {__float_as_uint(scale_of_row)};
+        if (t == 0) store(a.scales, (size_t)row * 4, word);
+      } else {
+        scale_of_row = *a.scale;
+      }
+      write_e4m3(y, 1.0f / scale_of_row, (size_t)row * S::H, store);
     }
   }
 
  private:
+  template <class Combine> DEVICE float across_warps(float s, Combine combine) {
+    if constexpr (S::WARPS > 1) {
+      float* slot = shared.slot[group][parity];
+      parity ^= 1;
+      if ((t & 31) == 0) slot[t / 32] = s;
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(S::GT) : "memory");
+      s = 0;
+#pragma unroll
+      for (int k = 0; k < S::WARPS; ++k) s = combine(s, slot[k]);
+    }
+    return s;
+  }
+  DEVICE void normalise(float (&y)[E], const Vec& h, float inv, int v) const {
+    float w[E];
+    Num::unpack(y, h);
+#pragma unroll
+    for (int k = 0; k < E; ++k) y[k] *= inv;
+    if constexpr (KEEP) Num::unpack(w, weight[v]);
+    else elements(w, a.weight, v);
+    multiply(y, w);
+  }
+  // Neighbouring threads swap halves where they can, so that each stores one vector of twice the size instead of two.
+  template <class Store> DEVICE void write_e4m3(const float (&y)[V][E], float factor, size_t row, Store store) const {
+    constexpr int W = E / 4;  // words of a vector's elements
+    u32 q[V][W];
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+#pragma unroll
+      for (int k = 0; k < W; ++k)
+        q[v][k] = pack_e4m3(y[v][4 * k] * factor, y[v][4 * k + 1] * factor, y[v][4 * k + 2] * factor, y[v][4 * k + 3] * factor);
+    auto at = [&](int v, int thread) { return row + (v * S::GT + thread) * E; };
+    if constexpr (V % 2 == 0 && S::VECS % 2 == 0) {  // an even thread's neighbour has a vector wherever it has one
+      const bool odd = t & 1;
+#pragma unroll
+      for (int v = 0; v < V; v += 2) {  // the even thread gets the pair's vectors v, the odd one its vectors v + 1
+        u32 both[2 * W];
+#pragma unroll
+        for (int k = 0; k < W; ++k) {
+          const u32 other = __shfl_xor_sync(~0u, odd ? q[v][k] : q[v + 1][k], 1);
+          both[k] = odd ? other : q[v][k];
+          both[W + k] = odd ? q[v + 1][k] : other;
+        }
+        if (inside(v + odd)) store(a.fp8, at(v + odd, t & ~1), both);
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        if (inside(v)) store(a.fp8, at(v, t), q[v]);
+    }
+  }
   template <class X> DEVICE void sum_partials(float (&acc)[E], X x, int v) const {
     Num::unpack(acc, x(0, v));
 #pragma unroll

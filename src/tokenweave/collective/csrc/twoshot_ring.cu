@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
     int s = math.group;
     u32 phase = 0;
     for (int i = math.group; i < mine; i += GROUPS) {
-      const size_t from = source_row<S>(a, row_of(i)) * S::ROW_BYTES + math.t * 16, to = (size_t)row_of(i) * S::ROW_BYTES + math.t * 16;
+      const size_t from = source_row<S>(a, row_of(i)) * S::ROW_BYTES + math.t * 16;
       const u8* stage = stages + s * STAGE_BYTES + math.t * 16;
       wait(&full[s], phase, arrived);
       if (arrived < 0) break;
@@ -89,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
       const float inv = math.inverse_rms(ss);  // its barrier: every thread of the group has read the stage
       if constexpr (S::WARPS == 1) __syncwarp();
       if (math.t == 0) mbarrier_arrive(&empty[s]);
-      math.scale(h, inv, [&](int v, const Vec& y) {
+      math.write(h, inv, row_of(i), [&](u8* const(&table)[MAX_RANKS], size_t at, const auto& words) {
 #pragma unroll
-        for (int k = 1; k <= N; ++k) st_global(a.out[(RANK + k) % N] + to + math.step(v), y);
+        for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, words);
       });
       s += GROUPS;
       if (s >= depth) { s -= depth; phase ^= 1; }

@@ -1,0 +1,59 @@
+// Two-shot all-reduce + residual + RMSNorm with plain loads and stores: one body for peers' memory and for multicast.
+//
+// `Link` says how a vector comes from all ranks and how words go to all of them:
+//   PARTS                          vectors that `load` returns: every rank's, or one, their sum
+//   load<S>(x, math, a, at)        x[PARTS][V]: my vectors of the row whose first one is at byte `at` of the partial sums
+//   store(table, at, words)        1, 2 or 4 words to byte `at` of what the table points to on every rank
+//   ALIASED                        whether it uses multicast addresses: see barrier.cuh
+#pragma once
+#include "row.cuh"
+
+constexpr int N = TW_RANKS, RANK = TW_RANK, GROUPS = TW_GROUPS;
+
+template <class Link> DEVICE void twoshot(const Args& a) {
+  // A sum that the switch made is one partial sum; who owns which row is a matter of all ranks.
+  typedef Shape<Link::PARTS, TW_HIDDEN, (Dtype)TW_DTYPE, TW_GROUP_THREADS, GROUPS, TW_OPTIONS> S;
+  typedef Shape<N, TW_HIDDEN, (Dtype)TW_DTYPE, TW_GROUP_THREADS, GROUPS, TW_OPTIONS> Whole;
+  constexpr int V = S::V;
+  __shared__ Reduction<S> reduction;
+  __shared__ int arrived;
+  u32 epoch = 0;
+  if (threadIdx.x < 32) {
+    epoch = a.state[blockIdx.x];
+    signal_peers<N>(a, epoch + 1);
+  }
+  const Owned owned = owned_rows<Whole>(a);
+  RowMath<S> math(a, reduction);
+  if (threadIdx.x < 32) {
+    const bool ok = !poisoned(a) && wait_peers<N>(a, epoch + 1, START);
+    if (threadIdx.x == 0) arrived = ok;
+  }
+  __syncthreads();
+  if (!arrived) return;
+  if constexpr (Link::ALIASED) fence_proxy_alias();
+
+  // Blocks stay in step by group: a group without a row of its own skips the loop, and no barrier spans groups.
+  for (int i = blockIdx.x * GROUPS + math.group; i < owned.count; i += gridDim.x * GROUPS) {
+    const int row = owned.first + i;
+    const size_t from = source_row<S>(a, row) * S::ROW_BYTES + math.t * 16;
+    Vec x[Link::PARTS][V] = {}, res[V] = {};
+    Link::template load<S>(x, math, a, from);
+    if constexpr (has<S, HAS_RESIDUAL>)
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        if (math.inside(v)) res[v] = ld_global(a.residual + from + math.step(v));
+    Vec h[V];
+    const float ss = math.reduce(h, [&](int p, int v) { return x[p][v]; }, [&](int v) { return res[v]; });
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+      if (math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);
+    math.write(h, math.inverse_rms(ss), row, [&](u8* const(&table)[MAX_RANKS], size_t at, const auto& words) { Link::store(table, at, words); });
+  }
+  if constexpr (Link::ALIASED) fence_proxy_alias();
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    signal_peers<N>(a, epoch + 2);
+    wait_peers<N>(a, epoch + 2, END);
+    if (threadIdx.x == 0) a.state[blockIdx.x] = epoch + 2;
+  }
+}
