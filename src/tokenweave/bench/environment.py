@@ -74,22 +74,26 @@ class Monitor:
             self._nvml: Any = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            self._samples.append(self._read())
         except Exception:  # not installed, or no permission: nvidia-smi may still answer
             self._nvml = None
 
     def sample(self) -> None:
         """Takes one sample; with nvidia-smi at most one every two seconds, because starting it disturbs the host."""
         if self._nvml is not None:
-            sm = self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)
-            power = self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
-            heat = self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
-            self._samples.append((float(sm), float(power), float(heat)))
+            self._samples.append(self._read())
         elif time.monotonic() >= self._next:
             self._next = time.monotonic() + 2.0
             rows = _nvidia_smi("clocks.sm,power.draw,temperature.gpu", self._uuid)
             values = [_number(cell) for cell in rows[0]] if rows else []
             if len(values) == 3 and None not in values:
                 self._samples.append((float(values[0] or 0), float(values[1] or 0), float(values[2] or 0)))
+
+    def _read(self) -> tuple[float, float, float]:
+        sm = self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)
+        milliwatts = self._nvml.nvmlDeviceGetPowerUsage(self._handle)
+        celsius = self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
+        return float(sm), milliwatts / 1e3, float(celsius)
 
     def take(self) -> dict[str, dict[str, float] | None]:
         """Lowest, median and highest of the samples since the last call."""

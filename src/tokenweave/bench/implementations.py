@@ -267,8 +267,8 @@ def _flashinfer(fixture: Fixture) -> Prepared:
 
     def fused(tokens: int, one_shot: bool) -> Callable[[], object]:
         rows, residual = f.x[:tokens], f.residual[:tokens]
-        # As vLLM calls it: in place, fp32 sums, programmatic dependent launch. The next kernel of the chain may start
-        # early, because it waits for its predecessor itself.
+        # As vLLM calls it: in place, fp32 sums, programmatic dependent launch. Its kernels read the residual before they
+        # wait for their predecessor, so in a chain of them completion may only be signalled at the end.
         return lambda: comm.trtllm_allreduce_fusion(
             allreduce_in=rows,
             world_size=f.ranks,
@@ -277,7 +277,7 @@ def _flashinfer(fixture: Fixture) -> Prepared:
             hidden_dim=f.hidden,
             workspace_ptrs=pointers,
             launch_with_pdl=True,
-            trigger_completion_at_end=False,
+            trigger_completion_at_end=True,
             fp32_acc=True,
             pattern_code=comm.AllReduceFusionPattern.kARResidualRMSNorm,
             use_oneshot=one_shot,
