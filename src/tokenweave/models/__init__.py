@@ -1,7 +1,7 @@
 """Tensor-parallel models as stage lists."""
 
 from tokenweave.models.config import ModelConfig, RopeScaling, builtin_names, read_config
-from tokenweave.models.inputs import Inputs, SequenceRows
+from tokenweave.models.inputs import Inputs, PackedSequences, SequenceRows
 from tokenweave.models.loading import progress_bar
 from tokenweave.models.model import Model, load_model
 from tokenweave.models.tokenizer import Tokenizer, load_tokenizer
@@ -10,6 +10,7 @@ __all__ = [
     "Inputs",
     "Model",
     "ModelConfig",
+    "PackedSequences",
     "RopeScaling",
     "SequenceRows",
     "Tokenizer",

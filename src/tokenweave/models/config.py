@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -12,16 +13,32 @@ from tokenweave.errors import ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral")
 
+# What damaged files claim is refused before anything of that size is made.
+_LARGEST, _MOST_HEADS = 2**31 - 1, 2**16
+
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama-3.x rotary scaling. Frequencies whose wavelength exceeds ``original_context / low_freq_factor`` are divided
-    by ``factor``; those under ``original_context / high_freq_factor`` are kept; between, the two are blended."""
+    by ``factor``; those under ``original_context / high_freq_factor`` are kept; between, the two are blended.
+
+    Raises:
+        ModelError: numbers that scale nothing: they would give NaN.
+    """
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_context: int
+
+    def __post_init__(self) -> None:
+        numbers = (self.factor, self.low_freq_factor, self.high_freq_factor, self.original_context)
+        if not all(0 < n < math.inf for n in numbers) or self.low_freq_factor >= self.high_freq_factor:
+            raise ModelError(
+                f"rotary scaling with factor {self.factor}, low_freq_factor {self.low_freq_factor}, high_freq_factor "
+                f"{self.high_freq_factor}, original context {self.original_context}; expected positive numbers, "
+                f"low_freq_factor below high_freq_factor"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,6 +97,8 @@ class ModelConfig:
         for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "context"):
             value = getattr(self, name)
             expect(type(value) is int and value > 0, f"{name} is {value!r}; expected a positive integer")
+            expect(value <= _LARGEST, f"{name} is {value}; no model has more than {_LARGEST}")
+        expect(self.heads <= _MOST_HEADS, f"{self.heads} query heads; no model has more than {_MOST_HEADS}")
         expect(
             self.heads % self.kv_heads == 0,
             f"{self.heads} query heads over {self.kv_heads} key/value heads; expected a multiple",
@@ -89,7 +108,14 @@ class ModelConfig:
             len(self.rope_divisors) in (0, self.head_dim // 2),
             f"{len(self.rope_divisors)} rotary divisors; expected head_dim / 2 = {self.head_dim // 2}",
         )
-        expect(self.norm_eps > 0 and self.rope_theta > 0, f"norm_eps {self.norm_eps}, rope_theta {self.rope_theta}")
+        bad = [number for number in self.rope_divisors if not 0 < number < math.inf]
+        expect(not bad, f"rotary frequencies are divided by {bad[:3]}; expected positive numbers")
+        expect(
+            0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf,
+            f"norm_eps {self.norm_eps}, rope_theta {self.rope_theta}; expected positive numbers",
+        )
+        tokens = [*self.eos_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])]
+        expect(all(type(t) is int for t in tokens), f"token ids {tokens} that begin or end a text; expected integers")
         expect(
             0 <= self.experts_per_token <= self.experts and (self.experts > 0) == (self.experts_per_token > 0),
             f"{self.experts_per_token} experts per token of {self.experts}",
@@ -117,7 +143,11 @@ def read_config(path_or_name: str | Path) -> ModelConfig:
             supported (a sliding window, logit soft-caps, other rotary scalings, ...).
     """
     path = Path(path_or_name)
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name too long, a folder that must not be read
+        raise ModelError(f"{str(path_or_name)[:200]!r}: cannot be looked up: {error.strerror}") from None
+    if exists:
         return read_model_config(path)
     names = builtin_names()
     for name in names:

@@ -61,9 +61,9 @@ def config_of(file: GGUFFile) -> ModelConfig:
             f"{path}: general.architecture is {architecture!r}; supported are {', '.join(ARCHITECTURES)} "
             f"(Mistral and Mixtral files say llama)"
         )
-    if data.get("split.count", 1) > 1:
+    if data.get("split.count", 1) not in (0, 1):
         raise ModelError(
-            f"{path}: part {data.get('split.no', 0) + 1} of a file split in {data['split.count']}; merge the parts with "
+            f"{path}: part {data.get('split.no', 0)} (from 0) of a file split in {data['split.count']}; merge the parts with "
             f"`llama-gguf-split --merge` first"
         )
 
@@ -84,7 +84,7 @@ def config_of(file: GGUFFile) -> ModelConfig:
     for key in ("rope.dimension_count", "attention.value_length"):
         if number(key, head_dim) != head_dim:
             raise ModelError(f"{path}: {architecture}.{key} is {number(key)}; supported is only head_dim, {head_dim}")
-    window = get("attention.sliding_window")
+    window = number("attention.sliding_window", 0)
     if window and window < context:
         raise ModelError(
             f"{path}: {architecture}.attention.sliding_window is {window}, shorter than the context of {context}; "

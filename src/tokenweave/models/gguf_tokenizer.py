@@ -48,8 +48,17 @@ def build(file: GGUFFile) -> Tokenizer:
     """The tokenizer of a file for which :func:`is_supported` holds. Raises ModelError for damaged metadata."""
     data = file.metadata
     tokens, merges = data.get("tokenizer.ggml.tokens"), data.get("tokenizer.ggml.merges")
-    if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise ModelError(f"{file.path}: has no tokenizer.ggml.tokens or no tokenizer.ggml.merges")
+    for name, texts in (("tokens", tokens), ("merges", merges)):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ModelError(f"{file.path}: tokenizer.ggml.{name} is missing or damaged; expected a list of texts")
+    kinds = data.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list):
+        raise ModelError(f"{file.path}: tokenizer.ggml.token_type is {kinds!r}; expected a list of numbers")
+    bos = data.get("tokenizer.ggml.bos_token_id")
+    if bos is not None and not (type(bos) is int and 0 <= bos < len(tokens)):
+        raise ModelError(
+            f"{file.path}: tokenizer.ggml.bos_token_id is {bos!r}; the vocabulary has {len(tokens)} tokens"
+        )
     pre = data.get("tokenizer.ggml.pre", "default")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -62,12 +71,11 @@ def build(file: GGUFFile) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    kinds = list(zip(tokens, data.get("tokenizer.ggml.token_type", ()), strict=False))
+    typed = list(zip(tokens, kinds, strict=False))
     tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, kind in kinds if kind == _CONTROL]
+        [AddedToken(t, normalized=False, special=True) for t, kind in typed if kind == _CONTROL]
     )
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in kinds if kind == _USER_DEFINED])
-    bos = data.get("tokenizer.ggml.bos_token_id")
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if kind == _USER_DEFINED])
     if adds_bos(data) and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]

@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent}: no {path.name} in this folder; expected a Hugging Face model") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}; download it again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
@@ -64,6 +64,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     _check_window(raw, family, context, path)
     theta, scaling, divisors = _rope(raw, head_dim, path)
     bias = bool(raw.get("attention_bias", False))
+    ends = end_tokens(folder)
     try:
         return ModelConfig(
             family=family,
@@ -86,7 +87,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             experts=_number(raw, "num_local_experts", path) if family == "mixtral" else 0,
             experts_per_token=_number(raw, "num_experts_per_tok", path) if family == "mixtral" else 0,
-            eos_token_ids=end_tokens(folder),
+            eos_token_ids=ends,
             bos_token_id=raw.get("bos_token_id"),
         )
     except (ModelError, TypeError, ValueError) as error:
@@ -95,6 +96,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 def _family(raw: dict[str, Any], path: Path) -> str:
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{path}: architectures is {_short(names)}; expected a list of names")
     if not names:  # folders saved without a model class still name their type
         names = [name for name in ARCHITECTURES if name == f"{str(raw.get('model_type', '')).title()}ForCausalLM"]
     for name in names:
@@ -116,9 +119,13 @@ def _number(raw: dict[str, Any], key: str, path: Path) -> int:
 def _check_window(raw: dict[str, Any], family: str, context: int, path: Path) -> None:
     """A sliding window that some layer uses and that is shorter than the context would be computed wrongly."""
     window = raw.get("sliding_window")
+    if window is not None:
+        window = _number(raw, "sliding_window", path)
     on = bool(raw.get("use_sliding_window", False)) if family in ("qwen2", "qwen3") else True
     kinds = raw.get("layer_types")
     if kinds is not None:
+        if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+            raise ModelError(f"{path}: layer_types is {_short(kinds)}; expected a list of names")
         unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ModelError(f"{path}: layer_types has {unknown}; only full attention is supported")
@@ -160,6 +167,8 @@ def _rope(raw: dict[str, Any], head_dim: int, path: Path) -> tuple[float, RopeSc
             return float(theta), scaling, ()
     except KeyError as error:
         raise ModelError(f"{path}: rotary scaling {kind!r} lacks {error}") from None
+    except (ModelError, TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"{path}: the rotary embedding's parameters: {error}") from error
     raise ModelError(f"{path}: rotary scaling {kind!r} is not supported; supported are default, linear and llama3")
 
 
@@ -169,7 +178,12 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             value = read_json(folder / name).get("eos_token_id")
-            ids += value if isinstance(value, list) else [] if value is None else [value]
+            found = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(token) is int for token in found):
+                raise ModelError(
+                    f"{folder / name}: eos_token_id is {_short(value)}; expected a token id or a list of them"
+                )
+            ids += found
     return tuple(dict.fromkeys(ids))
 
 

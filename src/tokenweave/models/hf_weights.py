@@ -18,6 +18,13 @@ SINGLE = "model.safetensors"
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a damaged index: the name is too long for a file
+        return False
+
+
 class HfWeights:
     """An open folder of safetensors files.
 
@@ -36,7 +43,7 @@ class HfWeights:
             if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
                 raise ModelError(f"{folder / INDEX}: has no weight_map of tensor names to file names")
             self._file_of: dict[str, str] = files
-            missing = sorted({name for name in files.values() if not (folder / name).is_file()})
+            missing = sorted({name for name in files.values() if not _is_file(folder / name)})
             if missing:
                 raise ModelError(
                     f"{folder}: {len(missing)} of the {len(set(files.values()))} files that {INDEX} names are missing: "

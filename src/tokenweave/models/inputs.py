@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,17 +33,42 @@ class SequenceRows:
 
 
 @dataclass(frozen=True)
+class PackedSequences:
+    """The same as a tuple of :class:`SequenceRows`, on the GPU: what one launch of attention for all of them reads.
+
+    A captured graph keeps the tensors and sees their new values; sequences that a step doesn't have are empty.
+
+    Attributes:
+        query_starts: int32 [n + 1], first row of each sequence within the split, and the end of the last.
+        cache_starts: int32 [n + 1], cache row of each sequence's position 0; the last element means nothing.
+        lengths: int32 [n], positions that each sequence's last row attends to; 0 for an empty sequence.
+        max_queries, max_length: of any sequence, or more; 1 only if every row is a sequence of its own.
+    """
+
+    query_starts: torch.Tensor
+    cache_starts: torch.Tensor
+    lengths: torch.Tensor
+    max_queries: int
+    max_length: int
+
+
+@dataclass(frozen=True)
 class Inputs:
     """One split's rows.
 
     Attributes:
         token_ids: int64 [tokens].
         positions: int64 [tokens], each row's position in its sequence.
-        cache_rows: int64 [tokens], the cache row that takes each row's key and value; no row twice.
-        sequences: cover rows 0..tokens in order, without gaps.
+        cache_rows: int64 [tokens], the cache row that takes each row's key and value; no row twice. Negative (only with
+            ``packed``): a row of padding, which is computed and means nothing.
+        sequences: cover rows 0..tokens in order, without gaps. With ``packed`` it need not be given.
+        packed: the sequences for attention in one launch, on GPUs where that is available.
+        gemm_sms: GEMM name -> SMs that it should plan for, because a collective holds the others; all of them if absent.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     cache_rows: torch.Tensor
     sequences: tuple[SequenceRows, ...]
+    packed: PackedSequences | None = None
+    gemm_sms: Mapping[str, int] = field(default_factory=dict)

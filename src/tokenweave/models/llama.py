@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import linear, silu
 
+from tokenweave.models import kernels
 from tokenweave.models.attention import attend
+from tokenweave.models.attention_cuda import attend_packed
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.inputs import Inputs
-from tokenweave.models.loading import Loader, Part
+from tokenweave.models.loading import Part, Tensors
 from tokenweave.models.rotary import Rotary
 from tokenweave.models.sharding import ModelShard, Shard
+from tokenweave.models.sm_budget import sm_budget
 
 if TYPE_CHECKING:  # the engine imports the models
     from tokenweave.engine.kv_cache import KVCache
@@ -46,20 +49,41 @@ class Attention:
         self, layer: int, kv: KVCache, rotary: Rotary, x: torch.Tensor, inputs: Inputs, out: torch.Tensor
     ) -> None:
         """Normalised rows ``x`` [tokens, hidden] -> partial sums ``out`` [tokens, hidden]; writes the rows' K and V."""
-        qkv = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], -1, self.head_dim)
+        tokens = x.shape[0]
+        with sm_budget(inputs.gemm_sms.get("qkv")):
+            qkv = linear(x, self.qkv, self.qkv_bias).view(tokens, -1, self.head_dim)
+        keys, values = kv.keys[layer], kv.values[layer]
+        if kernels.available(x) and self.head_dim % 4 == 0:
+            tables, positions = (rotary.cosines, rotary.sines), inputs.positions
+            kernels.rope_cache(
+                qkv, keys, values, self.query_slots, tables, self.qk_norm, self.norm_eps, positions, inputs.cache_rows
+            )
+            queries = qkv[:, : self.query_slots]
+        else:
+            queries = self._rope_cache(qkv, keys, values, rotary, inputs)
+        if inputs.packed is not None:
+            heads = attend_packed(queries, keys, values, inputs.packed)
+        else:
+            heads = attend(queries, keys, values, inputs.sequences)
+        with sm_budget(inputs.gemm_sms.get("o")):
+            torch.mm(heads.reshape(tokens, -1), self.output.t(), out=out)
+
+    def _rope_cache(
+        self, qkv: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rotary: Rotary, inputs: Inputs
+    ) -> torch.Tensor:
+        """As :func:`tokenweave.models.kernels.rope_cache`, for rows that are all real; returns the queries."""
         queries_keys = qkv[:, : self.query_slots + self.kv_slots].float()
         if self.qk_norm is not None:
             scale = torch.rsqrt(queries_keys.square().mean(-1, keepdim=True) + self.norm_eps)
             queries_keys = queries_keys * scale * self.qk_norm
-        queries_keys = rotary.rotate(queries_keys, inputs.positions).to(x.dtype)
-        queries, keys = queries_keys.split([self.query_slots, self.kv_slots], dim=1)
-        kv.keys[layer].index_copy_(0, inputs.cache_rows, keys)
-        kv.values[layer].index_copy_(0, inputs.cache_rows, qkv[:, self.query_slots + self.kv_slots :])
-        heads = attend(queries, kv.keys[layer], kv.values[layer], inputs.sequences)
-        torch.mm(heads.view(x.shape[0], -1), self.output.t(), out=out)
+        queries_keys = rotary.rotate(queries_keys, inputs.positions).to(qkv.dtype)
+        queries, new_keys = queries_keys.split([self.query_slots, self.kv_slots], dim=1)
+        keys.index_copy_(0, inputs.cache_rows, new_keys)
+        values.index_copy_(0, inputs.cache_rows, qkv[:, self.query_slots + self.kv_slots :])
+        return queries
 
 
-def load_attention(loader: Loader, prefix: str, config: ModelConfig, shard: ModelShard) -> Attention:
+def load_attention(loader: Tensors, prefix: str, config: ModelConfig, shard: ModelShard) -> Attention:
     """Reads ``prefix``.q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm)."""
     hidden, head_dim = config.hidden, config.head_dim
     full = {"q": config.heads * head_dim, "k": config.kv_heads * head_dim, "v": config.kv_heads * head_dim}
@@ -102,16 +126,27 @@ class GatedMLP:
 
     def activations(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, rows], what ``down`` multiplies."""
-        gate, up = linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return gated(linear(x, self.gate_up, self.gate_up_bias))
 
     def compute(self, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
         """Normalised rows ``x`` [tokens, hidden] -> partial sums ``out`` [tokens, hidden]."""
-        torch.mm(self.activations(x), self.down.t(), out=out)
+        with sm_budget(inputs.gemm_sms.get("gate_up")):
+            gate_up = linear(x, self.gate_up, self.gate_up_bias)
+        activations = gated(gate_up)
+        with sm_budget(inputs.gemm_sms.get("down")):
+            torch.mm(activations, self.down.t(), out=out)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: [tokens, 2 * columns], gate before up -> [tokens, columns]."""
+    if kernels.available(gate_up) and gate_up.shape[1] % 16 == 0:
+        return kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
 
 
 def load_mlp(
-    loader: Loader, names: tuple[str, str, str], config: ModelConfig, rows: Shard, bias: bool = False
+    loader: Tensors, names: tuple[str, str, str], config: ModelConfig, rows: Shard, bias: bool = False
 ) -> GatedMLP:
     """Reads the matrices whose names without ``.weight`` are ``names``: gate, up, down."""
     gate, up, down = names

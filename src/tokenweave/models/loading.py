@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,7 +60,9 @@ class GGUFWeights:
         if tensor not in self._file.tensors:
             return None
         shape = self._file.tensors[tensor].shape
-        return shape if expert is None else shape[1:]
+        if expert is None:
+            return shape
+        return shape[1:] if expert < shape[0] else None
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         tensor, expert = self._find(name)
@@ -76,7 +79,13 @@ class GGUFWeights:
 
     def others(self, names: Set[str]) -> list[str]:
         # The divisors of the rotary frequencies are part of the configuration.
-        return sorted(set(self._file.tensors) - {self._find(name)[0] for name in names} - {"rope_freqs.weight"})
+        asked = Counter(self._find(name)[0] for name in names)
+
+        def whole(name: str, shape: tuple[int, ...]) -> bool:  # every expert of a stack was asked for
+            return asked[name] >= (shape[0] if len(shape) == 3 else 1)
+
+        tensors = self._file.tensors.items()
+        return sorted(n for n, t in tensors if n != "rope_freqs.weight" and not whole(n, t.shape))
 
     def _find(self, name: str) -> tuple[str, int | None]:
         tensor = gguf_config.tensor_name(name)
@@ -95,6 +104,19 @@ class Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
     rows: Shard
+
+
+class Tensors(Protocol):
+    """One rank's shards of a model's tensors; :class:`Loader` reads them from a checkpoint."""
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """[size], whole: norm weights and biases that are added once."""
+
+    def rows(self, parts: Sequence[Part]) -> torch.Tensor:
+        """The parts' rows one below the other, [sum of shard sizes, columns] (vectors: [sum of shard sizes])."""
+
+    def columns(self, name: str, shape: tuple[int, int], columns: Shard) -> torch.Tensor:
+        """[rows, shard size] of a row-parallel weight."""
 
 
 class Loader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,10 @@ from torch.nn.functional import linear
 
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.inputs import Inputs
-from tokenweave.models.llama import GatedMLP, load_mlp
-from tokenweave.models.loading import Loader, Part
+from tokenweave.models.llama import GatedMLP, gated, load_mlp
+from tokenweave.models.loading import Part, Tensors
 from tokenweave.models.sharding import ModelShard, Segment, Shard
+from tokenweave.models.sm_budget import sm_budget
 
 
 @dataclass(frozen=True)
@@ -20,26 +22,60 @@ class MixtureMLP:
 
     Attributes:
         router: [experts, hidden]. Ranks hold the same rows and the same router, so they choose the same experts.
-        experts: each [its share of the intermediate dimension].
+        gate_up: [experts, 2 * rows, hidden], each expert's gate above up.
+        down: [experts, hidden, rows].
         experts_per_token: experts that a row goes to.
     """
 
     router: torch.Tensor
-    experts: tuple[GatedMLP, ...]
+    gate_up: torch.Tensor
+    down: torch.Tensor
     experts_per_token: int
 
     def compute(self, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
-        """Normalised rows ``x`` [tokens, hidden] -> partial sums ``out`` [tokens, hidden], other memory than ``x``.
-
-        The rows of each expert are found on the host, which waits for the router: right for a CPU.
-        """
+        """Normalised rows ``x`` [tokens, hidden] -> partial sums ``out`` [tokens, hidden], other memory than ``x``."""
         weights, chosen = route(linear(x, self.router), self.experts_per_token)
+        if groups_on_device(x.device, x.dtype):
+            self._compute_grouped(x, weights, chosen, inputs, out)
+        else:
+            self._compute_one_by_one(x, weights, chosen, out)
+
+    def _compute_grouped(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, inputs: Inputs, out: torch.Tensor
+    ) -> None:
+        """Rows in the order of their experts, one grouped GEMM for all experts; the host learns nothing."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        every = torch.arange(self.router.shape[0], device=x.device)
+        ends = (flat.unsqueeze(1) == every).sum(0).cumsum(0).to(torch.int32)  # of each expert's rows
+        rows = x.index_select(0, order // self.experts_per_token)
+        with sm_budget(inputs.gemm_sms.get("gate_up")):
+            gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
+        activations = gated(gate_up)
+        with sm_budget(inputs.gemm_sms.get("down")):
+            parts = torch._grouped_mm(activations, self.down.transpose(1, 2), offs=ends)
+        # Back in the rows' order, so that each row's experts are added in the order of its choices.
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
+        mine = parts.index_select(0, back).view(x.shape[0], self.experts_per_token, -1)
+        out.copy_((mine.float() * weights.unsqueeze(2)).sum(dim=1))
+
+    def _compute_one_by_one(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """The rows of each expert are found on the host, which waits for the router: right for a CPU."""
         out.zero_()
-        for index, expert in enumerate(self.experts):
+        for index in range(self.router.shape[0]):
+            expert = GatedMLP(self.gate_up[index], None, self.down[index], None)
             rows, choice = torch.where(chosen == index)  # a row names an expert at most once
             if rows.numel():
                 part = expert.activations(x[rows]) @ expert.down.t()
                 out.index_add_(0, rows, (part * weights[rows, choice, None]).to(out.dtype))
+
+
+@functools.cache
+def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the experts of all rows are computed without the host: torch's grouped GEMM, bf16 on Hopper or newer."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def route(logits: torch.Tensor, experts_per_token: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,14 +87,14 @@ def route(logits: torch.Tensor, experts_per_token: int) -> tuple[torch.Tensor, t
     return weights / weights.sum(dim=-1, keepdim=True), chosen
 
 
-def load_mixture(loader: Loader, prefix: str, config: ModelConfig, shard: ModelShard) -> MixtureMLP:
+def load_mixture(loader: Tensors, prefix: str, config: ModelConfig, shard: ModelShard) -> MixtureMLP:
     """Reads ``prefix``.gate and ``prefix``.experts.N.w1 (gate), w3 (up), w2 (down)."""
     every = Shard(config.experts, (Segment(0, 0, config.experts),))
     names = [f"{prefix}.experts.{expert}." for expert in range(config.experts)]
+    experts = [load_mlp(loader, (name + "w1", name + "w3", name + "w2"), config, shard.intermediate) for name in names]
     return MixtureMLP(
         router=loader.rows([Part(f"{prefix}.gate.weight", (config.experts, config.hidden), every)]),
-        experts=tuple(
-            load_mlp(loader, (name + "w1", name + "w3", name + "w2"), config, shard.intermediate) for name in names
-        ),
+        gate_up=torch.stack([expert.gate_up for expert in experts]),
+        down=torch.stack([expert.down for expert in experts]),
         experts_per_token=config.experts_per_token,
     )

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.nn.functional import linear
 
 from tokenweave.errors import ModelError
+from tokenweave.models import attention_cuda, kernels
 from tokenweave.models.config import ModelConfig, read_model_config
 from tokenweave.models.inputs import Inputs
 from tokenweave.models.llama import Attention, GatedMLP, load_attention, load_mlp
-from tokenweave.models.loading import Loader, Part, Progress, open_weights
-from tokenweave.models.mixtral import MixtureMLP, load_mixture
+from tokenweave.models.loading import Loader, Part, Progress, Tensors, open_weights
+from tokenweave.models.mixtral import MixtureMLP, groups_on_device, load_mixture
 from tokenweave.models.rotary import Rotary
 from tokenweave.models.sharding import ModelShard, shard_of
 from tokenweave.stages import Epilogue, Stage
@@ -65,6 +66,17 @@ class Model:
     def kv_heads_local(self) -> int:
         """Key/value heads of this rank's cache, padded ones included; the same on every rank."""
         return len(self.shard.heads.kv)
+
+    @property
+    def packs(self) -> bool:
+        """Whether the stages take :class:`tokenweave.models.PackedSequences`: attention in one launch."""
+        return attention_cuda.available(self.device, self.dtype, self.config.head_dim)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the stages of packed inputs run without waiting for the GPU, so that a CUDA graph can hold them."""
+        waits = self.config.experts > 0 and not groups_on_device(self.device, self.dtype)
+        return self.packs and not waits and kernels.available(self.embedding) and self.config.head_dim % 4 == 0
 
     def stages(self, kv: KVCache) -> list[Stage]:
         """[embedding, attention_0, mlp_0, attention_1, ..., mlp_last] over this cache.
@@ -154,6 +166,21 @@ def load_model(
     config = read_model_config(path)
     shard = shard_of(config, rank, world_size)
     loader = Loader(open_weights(path, config.head_dim), dtype, device, unit_rows=config.head_dim)
+    model = assemble(loader, config, shard, group, dtype, device, progress)
+    loader.finish()
+    return model
+
+
+def assemble(
+    loader: Tensors,
+    config: ModelConfig,
+    shard: ModelShard,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Model:
+    """The model whose tensors ``loader`` gives, in ``dtype`` and on ``device``; the rest as :func:`load_model`."""
     total = config.layers + 2
 
     def report(done: int) -> None:
@@ -170,12 +197,11 @@ def load_model(
         report(index + 2)
     final_norm = loader.vector("model.norm.weight", config.hidden)
     head = embedding if config.tied_embeddings else loader.rows([Part("lm_head.weight", vocab_shape, shard.vocab)])
-    loader.finish()
     report(total)
     return Model(config, shard, group, dtype, device, embedding, tuple(layers), final_norm, head)
 
 
-def _load_layer(loader: Loader, prefix: str, config: ModelConfig, shard: ModelShard) -> Layer:
+def _load_layer(loader: Tensors, prefix: str, config: ModelConfig, shard: ModelShard) -> Layer:
     mlp: GatedMLP | MixtureMLP
     if config.experts:
         mlp = load_mixture(loader, f"{prefix}.block_sparse_moe", config, shard)

@@ -35,15 +35,18 @@ class Rotary:
     Args:
         config: of the model.
         positions: table length; positions 0..positions-1 can be rotated.
-        device: of the tables, float32 [positions, head_dim / 2] each.
+        device: of the tables.
+
+    Attributes:
+        cosines, sines: float32 [positions, head_dim / 2] each.
     """
 
     def __init__(self, config: ModelConfig, positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse_frequencies(config))
-        self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
+        self.cosines, self.sines = angles.cos().to(device), angles.sin().to(device)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, heads, head_dim] in float32, positions int64 [tokens] -> the same shape, float32."""
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self.cosines[positions].unsqueeze(1), self.sines[positions].unsqueeze(1)
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -52,8 +52,14 @@ class Tokenizer:
         Args:
             add_special_tokens: begin with BOS where the model wants it; False for the text of a chat template, which
                 has it already.
+
+        Raises:
+            RequestError: surrogates in the text, which the command line gives for bytes that are not UTF-8.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise RequestError(f"the text {text[:80]!r} is not valid Unicode; expected UTF-8") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text; bytes that are not (yet) whole characters become U+FFFD."""
@@ -83,7 +89,7 @@ class Tokenizer:
                 documents=None,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program of the model's: it may fail in any way
             raise RequestError(f"the model's chat template failed on these messages: {error}") from error
 
 
@@ -109,9 +115,10 @@ def _from_folder(folder: Path) -> Tokenizer:
     backend = _read_backend(folder / "tokenizer.json")
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     special = {
-        name: value["content"] if isinstance(value, dict) else value
+        name: text
         for name, value in settings.items()
-        if name.endswith("_token") and isinstance(value, (str, dict))
+        if name.endswith("_token")
+        and isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
     }
     ids = end_tokens(folder)
     if "eos_token" in special and not ids:
@@ -119,8 +126,11 @@ def _from_folder(folder: Path) -> Tokenizer:
         ids = () if named is None else (named,)
     template = folder / "chat_template.jinja"
     if template.is_file():
-        return Tokenizer(backend, special, ids, template.read_text(encoding="utf-8"))
-    return Tokenizer(backend, special, ids, _default_template(settings.get("chat_template")))
+        try:
+            return Tokenizer(backend, special, ids, template.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{template}: cannot be read as UTF-8 text: {error}; download it again") from error
+    return Tokenizer(backend, special, ids, _default_template(settings.get("chat_template"), folder))
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -138,11 +148,18 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _default_template(value: Any) -> str | None:
+def _default_template(value: Any, folder: Path) -> str | None:
     """tokenizer_config.json holds one template, or a list of named ones."""
-    if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}.get("default")
-    return value
+    try:
+        template = {e["name"]: e["template"] for e in value}.get("default") if isinstance(value, list) else value
+    except (KeyError, TypeError):
+        template = value
+    if template is not None and not isinstance(template, str):
+        raise ModelError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {template!r:.80}; expected a text, or a list of "
+            f'{{"name": ..., "template": ...}}'
+        )
+    return template
 
 
 def _from_gguf(file: GGUFFile) -> Tokenizer:
@@ -160,7 +177,7 @@ def _from_gguf(file: GGUFFile) -> Tokenizer:
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = data.get(f"tokenizer.ggml.{key}_token_id")
-        token = None if index is None else backend.id_to_token(index)
+        token = backend.id_to_token(index) if type(index) is int and 0 <= index < 2**32 else None
         if token is not None:
             special[f"{name}_token"] = token
     return Tokenizer(backend, special, gguf_tokenizer.end_tokens(data), data.get("tokenizer.chat_template"))
