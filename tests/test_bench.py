@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from tokenweave.bench import environment, launch, plots, report
+from tokenweave.bench import environment, implementations, launch, plots, report
 from tokenweave.bench.implementations import Family, Implementation, Prepared, Skipped
 from tokenweave.bench.kernel import Config, KernelBench, chain, link_gbs, wire_bytes
 from tokenweave.bench.timing import median_estimate, paired_rounds, ratio_estimate
 from tokenweave.cli.main import main
 from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
+from tokenweave.collective.torch_backend import normalised, reduced_rows
 from tokenweave.errors import RequestError
 
 TOKENS = (1, 3, 8)
@@ -174,6 +175,29 @@ def result(tmp_path_factory):
     assert first["monitored"] == 20 * len(TOKENS) * 2
     assert not list(path.parent.glob("*.partial"))
     return json.loads(path.read_text())
+
+
+def _torch_norm(x, residual, epilogue, *, out=None):
+    residual.copy_(reduced_rows([x], residual, epilogue))
+    return (x if out is None else out).copy_(normalised(residual, epilogue))
+
+
+def _library_rivals() -> dict:
+    """The rivals that are made of torch.distributed, on gloo."""
+    implementations.add_rmsnorm = _torch_norm
+    group = dist.group.WORLD
+    families = [family for family in implementations.FAMILIES if family.name == "nccl"]
+    config = Config((64,), (1, 2, 5, 8), (), torch.float16, 20, 390.0)
+    bench = KernelBench(config, group, torch.device("cpu"), families, WallClock(), None, environment.describe(), print)
+    return bench.run()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rivals_of_torch_distributed_are_right(ranks):
+    result = run_ranks(ranks, _library_rivals)[0]
+    assert result["skipped"] == []
+    assert len(result["rows"]) == 4 * 4  # tokens, implementations
+    assert {row["kind"] for row in result["rows"]} == {"rival", "part"}
 
 
 def test_rows_have_what_a_reader_needs(result):

@@ -82,7 +82,7 @@ def finish(result: dict[str, Any]) -> None:
             "columns": ["hidden", "tokens", "ours, us", "which", "best rival, us", "which", "ours / rival (95 %)"],
             "rows": cells,
             "note": f"Medians of {result['config']['rounds']} paired rounds of CUDA-graph replays, the slowest rank's time; "
-            "below 1 ours is faster.",
+            "the best of ours beside the best rival, below 1 ours is faster.",
         }
 
 
