@@ -1,7 +1,7 @@
 """``torch.library`` ops, so that ``torch.compile`` sees one opaque call with honest mutations.
 
-The workspace travels as its string handle. Three ops, because a custom op may not return what it was given: in place of
-the partial sums, into ``out``, and (sampled rows) into a new tensor.
+The workspace travels as its string handle. Several ops, because a custom op may not return what it was given: in place of
+the partial sums, into ``out``, (sampled rows) into a new tensor, and quantised into ``out``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.op import Launch, Layout, run
 from tokenweave.collective.workspace import Workspace, find
 from tokenweave.stages import Epilogue
@@ -22,12 +23,17 @@ _library = torch.library.Library("tokenweave", "DEF")
 _library.define(f"fused_allreduce_rmsnorm_(Tensor(a!) partial, Tensor(b!) residual, {_COMMON}) -> ()")
 _library.define(f"fused_allreduce_rmsnorm_out(Tensor partial, Tensor(a!) residual, Tensor(b!) out, {_COMMON}) -> ()")
 _library.define(f"fused_allreduce_rmsnorm(Tensor partial, Tensor(a!) residual, {_COMMON}) -> Tensor")
+_library.define(
+    "fused_allreduce_rmsnorm_fp8(Tensor partial, Tensor(a!) residual, Tensor(b!) out, Tensor(c!)? out_scales, "
+    f"Tensor(d!)? unquantised, Tensor? scale, {_COMMON}) -> ()"
+)
 
 
 def _run(
     partial: torch.Tensor,
     residual: torch.Tensor,
     out: torch.Tensor | None,
+    fp8: Fp8 | None,
     weight: torch.Tensor,
     post_norm: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -44,21 +50,25 @@ def _run(
 ) -> torch.Tensor:
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
     launch = Launch(channel, ctas, cluster, cast(Layout, layout))
-    return run(partial, residual, epilogue, find(workspace), launch, rows, row_count, out)
+    return run(partial, residual, epilogue, find(workspace), launch, rows, row_count, out, fp8)
 
 
 def _in_place(partial, residual, *rest):
-    _run(partial, residual, None, *rest)
+    _run(partial, residual, None, None, *rest)
 
 
 def _into(partial, residual, out, *rest):
-    _run(partial, residual, out, *rest)
+    _run(partial, residual, out, None, *rest)
+
+
+def _quantised(partial, residual, out, out_scales, unquantised, scale, *rest):
+    _run(partial, residual, unquantised, Fp8(out, out_scales, scale), *rest)
 
 
 def _new(partial, residual, weight, post_norm, bias, rows, *rest):
     n = partial.shape[0] if rows is None else rows.shape[0]
     out = partial.new_empty(n, partial.shape[1])
-    return _run(partial, residual, out, weight, post_norm, bias, rows, *rest)
+    return _run(partial, residual, out, None, weight, post_norm, bias, rows, *rest)
 
 
 def _new_fake(partial, residual, weight, post_norm, bias, rows, *rest):
@@ -70,8 +80,10 @@ for _key in ("CPU", "CUDA"):
     _library.impl("fused_allreduce_rmsnorm_", _in_place, _key)
     _library.impl("fused_allreduce_rmsnorm_out", _into, _key)
     _library.impl("fused_allreduce_rmsnorm", _new, _key)
+    _library.impl("fused_allreduce_rmsnorm_fp8", _quantised, _key)
 torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_", lambda *a, **k: None, lib=_library)
 torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_out", lambda *a, **k: None, lib=_library)
+torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_fp8", lambda *a, **k: None, lib=_library)
 torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm", _new_fake, lib=_library)
 
 
@@ -84,6 +96,7 @@ def traced(
     rows: torch.Tensor | None,
     row_count: torch.Tensor | None,
     out: torch.Tensor | None,
+    fp8: Fp8 | None = None,
 ) -> torch.Tensor:
     """The call as ops, for a compiler that is tracing."""
     rest = (
@@ -102,6 +115,9 @@ def traced(
         workspace.handle,
     )
     ops = torch.ops.tokenweave
+    if fp8 is not None:
+        ops.fused_allreduce_rmsnorm_fp8(partial, residual, fp8.rows, fp8.scales, out, fp8.scale, *rest)
+        return fp8.rows
     if out is not None:
         ops.fused_allreduce_rmsnorm_out(partial, residual, out, *rest)
         return out

@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 
+from tokenweave.collective import fp8 as quantisation
 from tokenweave.collective import torch_backend
+from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.workspace import Workspace
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
@@ -38,6 +40,10 @@ def fused_allreduce_rmsnorm(
     rows: torch.Tensor | None = None,
     row_count: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+    out_scales: torch.Tensor | None = None,
+    unquantised: torch.Tensor | None = None,
     has_residual: bool = True,
     layout: Layout = "sharded",
     post_norm: torch.Tensor | None = None,
@@ -65,6 +71,17 @@ def fused_allreduce_rmsnorm(
         row_count: int32 [1], the number of real rows, at most tokens, read on the device when the kernel runs, so that a
             captured graph sends only real rows; rows behind it are not touched. None: all rows are real.
         out: [tokens or n, hidden] to write to; default: in place of ``partial``, or a new tensor if ``rows`` is given.
+            With fp8 output: e4m3, default ``workspace.fp8(tokens or n)``, its first rows; where several splits are in
+            flight each needs rows of its own, ``workspace.fp8(tokens, start=...)``. Peers write it, so with layout
+            ``"sharded"`` on a GPU transport it must be in ``workspace.fp8``: nothing is copied behind your back.
+        out_dtype: ``torch.float8_e4m3fn`` for quantised rows (on GPUs: compute capability 8.9 or newer), else None.
+            ``partial`` is then only read.
+        scale: float32 [1] on the device, the static scale: what is stored is y / scale, rounded and saturated
+            (:mod:`tokenweave.collective.fp8`). None: each row gets its own, max|y| / 448.
+        out_scales: float32 [tokens or n], to receive the rows' own scales; default ``workspace.scales(tokens or n)``.
+            What is said of ``out`` goes for it too.
+        unquantised: [tokens or n, hidden] in the workspace's dtype, to receive the rows unquantised as well (may be
+            ``partial``), or None.
         has_residual: False: nothing is added, ``residual`` only receives the sum (after an embedding).
         layout: of ``residual``.
         post_norm: [hidden], an RMSNorm of the sum before the residual add, or None.
@@ -72,19 +89,41 @@ def fused_allreduce_rmsnorm(
         bias: [hidden], added once to the sum, or None.
 
     Returns:
-        (rows, scales): the normalised rows [tokens or n, hidden], the same bits on every rank; scales is None unless
-        the output is quantised.
+        (rows, scales): the normalised rows [tokens or n, hidden], the same bits on every rank. scales is None unless
+        the output is quantised: then it is ``scale``, or float32 [tokens or n], also the same on every rank.
 
     Raises:
         CollectiveError: an argument breaks this contract.
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
     launch = Launch(channel, ctas, cluster, layout)
+    fp8 = None
+    if out_dtype is None:
+        given = {"scale": scale, "out_scales": out_scales, "unquantised": unquantised}
+        for name, tensor in given.items():
+            if tensor is not None:
+                raise CollectiveError(
+                    f"fused_allreduce_rmsnorm: {name} is of quantised output; give out_dtype=torch.float8_e4m3fn too"
+                )
+    elif out_dtype != quantisation.DTYPE:
+        raise CollectiveError(
+            f"fused_allreduce_rmsnorm: out_dtype={out_dtype}; expected torch.float8_e4m3fn, or None for the workspace's dtype"
+        )
+    elif scale is not None and out_scales is not None:
+        raise CollectiveError("fused_allreduce_rmsnorm: scale and out_scales; rows have one static scale or their own")
+    else:
+        n = partial.shape[0] if rows is None else rows.shape[0]
+        if scale is None and out_scales is None:
+            out_scales = workspace.scales(n)
+        fp8 = Fp8(workspace.fp8(n) if out is None else out, out_scales, scale)
+        out = unquantised
     if torch.compiler.is_compiling():
         from tokenweave.collective import library
 
-        return library.traced(partial, residual, epilogue, workspace, launch, rows, row_count, out), None
-    return run(partial, residual, epilogue, workspace, launch, rows, row_count, out), None
+        result = library.traced(partial, residual, epilogue, workspace, launch, rows, row_count, out, fp8)
+    else:
+        result = run(partial, residual, epilogue, workspace, launch, rows, row_count, out, fp8)
+    return result, None if fp8 is None else fp8.scale if fp8.scales is None else fp8.scales
 
 
 def run(
@@ -96,24 +135,30 @@ def run(
     rows: torch.Tensor | None,
     row_count: torch.Tensor | None,
     out: torch.Tensor | None,
+    fp8: Fp8 | None = None,
 ) -> torch.Tensor:
-    """:func:`fused_allreduce_rmsnorm` behind its argument list: checks, then the workspace's transport."""
-    _check("fused_allreduce_rmsnorm", partial, residual, epilogue, workspace, launch, rows, row_count, out)
-    if workspace.transport == "p2p":
+    """:func:`fused_allreduce_rmsnorm` behind its argument list: checks, then the workspace's transport.
+
+    With ``fp8``, ``out`` is where the rows go unquantised as well, or None.
+    """
+    _check("fused_allreduce_rmsnorm", partial, residual, epilogue, workspace, launch, rows, row_count, out, fp8)
+    if workspace.transport != "torch":
         from tokenweave.collective import cuda_backend
 
-        return cuda_backend.fused(partial, residual, epilogue, workspace, launch, rows, row_count, out)
-    replicated = launch.layout == "replicated"
+        return cuda_backend.fused(partial, residual, epilogue, workspace, launch, rows, row_count, out, fp8)
+    if out is None and fp8 is None:
+        out = partial if rows is None else partial.new_empty(rows.numel(), workspace.hidden)
+    whole, written = out, fp8
     if row_count is not None:  # this transport splits the rows on the host
         real = min(partial.shape[0], max(0, int(row_count)))
-        if rows is None:
-            whole = partial if out is None else out
-            torch_backend.fused(partial[:real], residual[:real], epilogue, workspace, None, whole[:real], replicated)
-            return whole
         partial, residual = partial[:real], residual[:real]
-    if out is None:
-        out = partial if rows is None else partial.new_empty(rows.numel(), workspace.hidden)
-    return torch_backend.fused(partial, residual, epilogue, workspace, rows, out, replicated)
+        if rows is None:
+            written = None if fp8 is None else fp8.first(real)
+            out = None if out is None else out[:real]
+    torch_backend.fused(partial, residual, epilogue, workspace, rows, out, launch.layout == "replicated", written)
+    result = whole if fp8 is None else fp8.rows
+    assert result is not None
+    return result
 
 
 def allreduce_rmsnorm(
@@ -151,6 +196,7 @@ def _check(
     rows: torch.Tensor | None,
     row_count: torch.Tensor | None,
     out: torch.Tensor | None,
+    fp8: Fp8 | None = None,
 ) -> None:
     def expect(ok: bool, what: str) -> None:
         if not ok:
@@ -201,10 +247,23 @@ def _check(
             f"row_count is {list(row_count.shape)} {row_count.dtype} on {row_count.device}; expected [1] int32 on "
             f"{partial.device}",
         )
-    if out is not None:
-        n = partial.shape[0] if rows is None else rows.numel()
-        expect(
-            tuple(out.shape) == (n, hidden) and out.dtype == dtype and out.device == partial.device,
-            f"out is {list(out.shape)} {out.dtype} on {out.device}; expected [{n}, {hidden}] {dtype} on {partial.device}",
-        )
-        expect(out.stride(1) == 1, f"out has strides {out.stride()}; its rows must be contiguous")
+    n = partial.shape[0] if rows is None else rows.numel()
+    outputs: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]]
+    outputs = [("out" if fp8 is None else "unquantised", out, (n, hidden), dtype)]
+    if fp8 is not None:
+        outputs += [
+            ("out", fp8.rows, (n, hidden), quantisation.DTYPE),
+            ("out_scales", fp8.scales, (n,), torch.float32),
+            ("scale", fp8.scale, (1,), torch.float32),
+        ]
+    for name, tensor, shape, kind in outputs:
+        if tensor is not None:
+            expect(
+                tuple(tensor.shape) == shape and tensor.dtype == kind and tensor.device == partial.device,
+                f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; expected {list(shape)} {kind} on "
+                f"{partial.device}",
+            )
+            expect(
+                tensor.stride(-1) == 1 or tensor.numel() <= 1,
+                f"{name} has strides {tensor.stride()}; its rows must be contiguous",
+            )

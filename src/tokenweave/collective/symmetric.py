@@ -1,18 +1,23 @@
 """Symmetric memory of one tensor-parallel group: what the peers read and write in place.
 
 One allocation per rank, laid out alike on all of them:
-``[data: regions x max_tokens x hidden][staging: two regions, if asked for][flags: a page a channel][inboxes: a channel each]``.
+``[data: regions x max_tokens x hidden][staging: two regions, if asked for][fp8 rows, fp8 scales: if asked for]``
+``[flags: a page a channel][inboxes: a channel each]``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tokenweave.collective import fp8
 from tokenweave.collective.launch import MAX_BLOCKS, MAX_RANKS
 from tokenweave.errors import CollectiveError
 
@@ -32,13 +37,45 @@ def oneshot_rows(world_size: int, row_bytes: int) -> int:
     return max(1, _ONESHOT_BYTES.get(world_size, 512 << 10) // row_bytes)
 
 
+def multicast_switched_off(environment: Mapping[str, str]) -> str | None:
+    """The setting that keeps everybody from NVSwitch multicast, as ``"NAME=value"``, or None.
+
+    NCCL's own switch counts: who sets it has a machine where multicast must not be used.
+    """
+    for name in ("TOKENWEAVE_DISABLE_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        if environment.get(name, "0") not in ("", "0"):
+            return f"{name}={environment[name]}"
+    return "NCCL_NVLS_ENABLE=0" if environment.get("NCCL_NVLS_ENABLE") == "0" else None
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """torch reads this variable when ranks exchange their memory, and knows neither ours nor NCCL's."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _pages(n: int) -> int:
+    return -(-n // 4096) * 4096
+
+
 @dataclass
 class Symmetric:
     """Addresses are per rank, in the address space of this one.
 
     Attributes:
         data: [regions (+2 with staging), max_tokens, hidden], this rank's.
+        fp8: e4m3 [fp8 regions, max_tokens, hidden]. scales: float32 [fp8 regions, max_tokens].
         addresses: of the allocation, by rank.
+        multicast: address of the allocation for NVSwitch multicast; 0 where a rank has none.
         flags, inboxes: byte offsets of the first channel's.
         inbox_bytes: of one channel. inbox_rows: rows of one source in one of its three inboxes.
         state: int32 [channels, STATE_WORDS], local device memory.
@@ -47,7 +84,10 @@ class Symmetric:
     """
 
     data: torch.Tensor
+    fp8: torch.Tensor
+    scales: torch.Tensor
     addresses: list[int]
+    multicast: int
     flags: int
     inboxes: int
     inbox_bytes: int
@@ -71,8 +111,11 @@ def allocate(
     device: torch.device,
     channels: int,
     regions: int,
+    fp8_regions: int,
 ) -> Symmetric:
     """Allocates and exchanges; every rank of ``group`` calls it with the same arguments.
+
+    A multicast mapping is torch's to make, and is not made where :func:`multicast_switched_off`.
 
     Raises:
         CollectiveError: the ranks' GPUs cannot map each other's memory.
@@ -81,14 +124,18 @@ def allocate(
 
     world = dist.get_world_size(group)
     row_bytes = hidden * dtype.itemsize
-    data_bytes = -(-regions * max_tokens * row_bytes // 4096) * 4096
+    data_bytes = _pages(regions * max_tokens * row_bytes)
+    fp8_bytes = _pages(fp8_regions * max_tokens * hidden)
+    scale_bytes = _pages(fp8_regions * max_tokens * 4)
     inbox_rows = oneshot_rows(world, row_bytes)
     inbox_bytes = 3 * world * inbox_rows * row_bytes
-    flags = data_bytes
+    flags = data_bytes + fp8_bytes + scale_bytes
     inboxes = flags + channels * FLAG_BYTES
     try:
         memory = symm.empty(inboxes + channels * inbox_bytes, dtype=torch.uint8, device=device)
-        handle = symm.rendezvous(memory, group)
+        switched_off = multicast_switched_off(os.environ) is not None
+        with _without_multicast() if switched_off else contextlib.nullcontext():
+            handle = symm.rendezvous(memory, group)
     except RuntimeError as error:
         raise CollectiveError(
             f"the GPUs of this group ({world} ranks) cannot share memory: {error}. Peer-to-peer access over NVLink "
@@ -98,11 +145,21 @@ def allocate(
     sentinel = SENTINELS[dtype] - (1 << 32)
     memory[inboxes:].view(torch.int32).fill_(sentinel)
     torch.cuda.synchronize(device)
+    multicast = 0 if switched_off else int(handle.multicast_ptr or 0)
+    everywhere = torch.tensor([multicast != 0], dtype=torch.int32, device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
     dist.barrier(group)  # nobody signals before everyone's flags are zero
     torch.cuda.synchronize(device)
+
+    def part(start: int, count: int, kind: torch.dtype) -> torch.Tensor:
+        return memory[start : start + count * max_tokens * kind.itemsize].view(kind)
+
     return Symmetric(
-        data=memory[: regions * max_tokens * row_bytes].view(dtype).view(regions, max_tokens, hidden),
+        data=part(0, regions * hidden, dtype).view(regions, max_tokens, hidden),
+        fp8=part(data_bytes, fp8_regions * hidden, fp8.DTYPE).view(fp8_regions, max_tokens, hidden),
+        scales=part(data_bytes + fp8_bytes, fp8_regions, torch.float32).view(fp8_regions, max_tokens),
         addresses=[int(p) for p in handle.buffer_ptrs],
+        multicast=multicast if int(everywhere) else 0,
         flags=flags,
         inboxes=inboxes,
         inbox_bytes=inbox_bytes,

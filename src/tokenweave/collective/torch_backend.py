@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import norm
+from tokenweave.collective.fp8 import Fp8, quantise
 from tokenweave.collective.rows import owned_rows
 from tokenweave.collective.workspace import Workspace
 from tokenweave.stages import Epilogue
@@ -63,10 +64,14 @@ def fused(
     epilogue: Epilogue,
     workspace: Workspace,
     rows: torch.Tensor | None,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     replicated: bool,
-) -> torch.Tensor:
-    """Reduce-scatter by rows, residual add and norm on the owned rows, all-gather. Arguments as ``op`` checked them."""
+    fp8: Fp8 | None = None,
+) -> None:
+    """Reduce-scatter by rows, residual add and norm on the owned rows, all-gather. Arguments as ``op`` checked them.
+
+    Writes ``out``, ``fp8`` or both.
+    """
     tokens, world = partial.shape[0], workspace.world_size
     if rows is not None:  # sampled rows keep their owner; `rows` is ascending, so each owner's share of it is one run
         partial = partial[rows]
@@ -86,9 +91,20 @@ def fused(
         parts = _exchange(partial, counts, workspace)
     h = reduced_rows(parts, residual[mine] if epilogue.has_residual else None, epilogue)
     residual[mine] = h
-    if replicated:
-        return out.copy_(normalised(h, epilogue))
-    return _scatter_back(normalised(h, epilogue), counts, workspace, out)
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []  # (my rows, all rows)
+    y = rms_norm(h.float(), epilogue.weight, epilogue.eps, epilogue.weight_offset)
+    if out is not None:
+        results.append((y.to(h.dtype), out))
+    if fp8 is not None:
+        quantised, scales = quantise(y, fp8.scale)
+        results.append((quantised.view(torch.uint8), fp8.rows.view(torch.uint8)))  # gloo knows no e4m3
+        if fp8.scales is not None:
+            results.append((scales[:, None], fp8.scales[:, None]))
+    for part, whole in results:
+        if replicated:
+            whole.copy_(part)
+        else:
+            _scatter_back(part, counts, workspace, whole)
 
 
 def sequential(
@@ -134,17 +150,19 @@ def _gather(partial: torch.Tensor, workspace: Workspace) -> list[torch.Tensor]:
     return received
 
 
-def _scatter_back(own: torch.Tensor, counts: list[int], workspace: Workspace, out: torch.Tensor) -> torch.Tensor:
+def _scatter_back(own: torch.Tensor, counts: list[int], workspace: Workspace, out: torch.Tensor) -> None:
     """All-gather of unequal shards: my rows to everyone, everyone's rows into ``out``, without padding rows."""
     if workspace.world_size == 1 or not sum(counts):
-        return out.copy_(own)
+        out.copy_(own)
+        return
     world = workspace.world_size
     # gloo writes a tensor's memory from its first element on, whatever its strides: it must not see rows that are apart.
     received = out if out.is_contiguous() else out.new_empty(out.shape)
     counts_mine = [counts[workspace.rank]] * world
     dist.all_to_all_single(received, own.repeat(world, 1), counts, counts_mine, group=workspace.group)
     _count(workspace, own.nbytes * (world - 1))
-    return out if received is out else out.copy_(received)
+    if received is not out:
+        out.copy_(received)
 
 
 def _count(workspace: Workspace, sent: int) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from tokenweave.collective import fp8
+from tokenweave.collective.symmetric import Symmetric, allocate, multicast_switched_off
 from tokenweave.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from tokenweave.collective.symmetric import Symmetric
 
 log = logging.getLogger(__name__)
 _names = itertools.count()
@@ -36,18 +35,23 @@ class Workspace:
         regions: independent buffers of [max_tokens, hidden]; two allow stages that are not ``in_place``.
         staging: two more regions, for partial sums and results that are not in the workspace; without them such calls
             are errors on the GPU transports.
-        transport: ``"auto"``, ``"torch"`` or ``"p2p"``.
+        fp8_regions: regions of [max_tokens, hidden] for quantised results, with a scale a row; 0 where there are none.
+        transport: ``"auto"``, ``"torch"``, ``"p2p"`` or ``"multimem"`` (NVSwitch multicast for the large batches;
+            equal bits on all ranks, but not those of the others). ``"auto"`` takes multicast, where there is any, for
+            more than two ranks: it carries 1 + 1/N of the rows, p2p 2 - 2/N. ``"multimem-emulated"`` is its kernel with
+            peer-to-peer loops in place of the multicast instructions, for tests.
         time_limit: seconds after which a kernel stops waiting for a peer.
 
     Attributes:
         handle: str, names this workspace to ``torch.library`` ops.
-        transport: ``"torch"`` or ``"p2p"``: which implementation runs.
+        transport: ``"torch"``, ``"p2p"``, ``"multimem"`` or ``"multimem-emulated"``: which implementation runs. A GPU
+            transport has passed its self-test (:mod:`tokenweave.collective.selftest`).
         reason: why that one.
         rank, world_size: within ``group``.
         collectives, bytes_sent, copies: counters since creation; copies of whole batches into or out of the staging.
 
     Raises:
-        CollectiveError: arguments out of range, or ``transport="p2p"`` where the GPUs cannot share memory.
+        CollectiveError: arguments out of range, or a transport that cannot run here or fails its self-test was asked for.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Workspace:
         channels: int = 2,
         regions: int = 2,
         staging: bool = True,
+        fp8_regions: int = 0,
         transport: str = "auto",
         time_limit: float = 20.0,
     ) -> None:
@@ -72,10 +77,12 @@ class Workspace:
             raise CollectiveError(f"Workspace: dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32")
         if channels < 1 or regions < 1:
             raise CollectiveError(f"Workspace: channels={channels}, regions={regions}; expected at least 1 of each")
+        if fp8_regions < 0:
+            raise CollectiveError(f"Workspace: fp8_regions={fp8_regions}; expected 0 or more")
         self.group = group
         self.max_tokens, self.hidden, self.dtype = max_tokens, hidden, dtype
         self.device = torch.device(device)
-        self.channels, self.regions = channels, regions
+        self.channels, self.regions, self.fp8_regions = channels, regions, fp8_regions
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.time_limit = time_limit
@@ -83,15 +90,20 @@ class Workspace:
         self.bytes_sent = 0
         self.copies = 0
         self.symmetric: Symmetric | None = None
+        self.handle = f"tokenweave-{next(_names)}"
         self.transport, self.reason = choose_transport(transport, self.device, self.world_size)
         self._staging = staging
-        if self.transport == "p2p":
-            self._allocate_symmetric(fall_back=transport == "auto")
+        self._data: torch.Tensor | None = None
+        self._fp8: torch.Tensor | None = None
+        self._scales: torch.Tensor | None = None
+        if self.transport != "torch":
+            self._set_up_gpus(transport)
         if self.transport == "torch":
-            self._data: torch.Tensor | None = torch.zeros(regions, max_tokens, hidden, dtype=dtype, device=self.device)
+            self._data = torch.zeros(regions, max_tokens, hidden, dtype=dtype, device=self.device)
+            self._fp8 = torch.zeros(fp8_regions, max_tokens, hidden, dtype=fp8.DTYPE, device=self.device)
+            self._scales = torch.zeros(fp8_regions, max_tokens, device=self.device)
         if self.rank == 0:
             log.info("collectives run on the %s transport: %s", self.transport, self.reason)
-        self.handle = f"tokenweave-{next(_names)}"
         _open[self.handle] = self
 
     def buffer(self, tokens: int, *, start: int = 0, region: int = 0) -> torch.Tensor:
@@ -109,6 +121,31 @@ class Workspace:
             )
         return self._data[region, start : start + tokens]
 
+    def fp8(self, tokens: int, *, start: int = 0, region: int = 0) -> torch.Tensor:
+        """e4m3 [tokens, hidden] view of rows ``start`` ... of a region for quantised results, which peers write.
+
+        It shares no memory with :meth:`buffer`: a quantised row is written while others of the batch are still read.
+
+        Raises:
+            CollectiveError: the rows reach past ``max_tokens`` or ``fp8_regions``, or the workspace is closed.
+        """
+        return self._quantised("fp8", tokens, start, region)[0]
+
+    def scales(self, tokens: int, *, start: int = 0, region: int = 0) -> torch.Tensor:
+        """float32 [tokens]: memory for the scales of the rows ``fp8(tokens, start=start, region=region)``."""
+        return self._quantised("scales", tokens, start, region)[1]
+
+    def _quantised(self, what: str, tokens: int, start: int, region: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._fp8 is None or self._scales is None:
+            raise CollectiveError(f"Workspace.{what}: this workspace is closed; create a new one")
+        if tokens < 0 or start < 0 or start + tokens > self.max_tokens or not 0 <= region < self.fp8_regions:
+            raise CollectiveError(
+                f"Workspace.{what}: rows {start}..{start + tokens} of region {region}; this workspace has "
+                f"{self.fp8_regions} fp8 regions of {self.max_tokens} rows: create it with fp8_regions={region + 1} or more"
+            )
+        rows = slice(start, start + tokens)
+        return self._fp8[region, rows], self._scales[region, rows]
+
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called: its memory is gone, and collectives refuse it."""
@@ -124,14 +161,21 @@ class Workspace:
         return self._data[self.regions + index, :tokens]
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Bytes from the start of the symmetric memory if the whole tensor lies in it, with contiguous rows; else None."""
+        """Bytes from the start of the symmetric memory if the whole tensor lies in it, with contiguous rows; else None.
+
+        Rows must lie among the buffers, quantised rows among those and scales among those.
+        """
         if self._data is None or self.symmetric is None or not tensor.is_contiguous():
             return None
-        offset = tensor.data_ptr() - self._data.data_ptr()
-        return offset if offset >= 0 and offset + tensor.nbytes <= self._data.nbytes else None
+        for part in (self.symmetric.data, self.symmetric.fp8, self.symmetric.scales):
+            first = tensor.data_ptr() - part.data_ptr()
+            if part.dtype == tensor.dtype and first >= 0 and first + tensor.nbytes <= part.nbytes:
+                return tensor.data_ptr() - self._data.data_ptr()
+        return None
 
-    def _allocate_symmetric(self, *, fall_back: bool) -> None:
-        from tokenweave.collective.symmetric import allocate
+    def _set_up_gpus(self, asked: str) -> None:
+        """Symmetric memory, and the first transport that works on it; the ``torch`` transport if none does."""
+        from tokenweave.collective import selftest
 
         assert self.group is not None
         try:
@@ -143,18 +187,38 @@ class Workspace:
                 device=self.device,
                 channels=self.channels,
                 regions=self.regions + 2 * self._staging,
+                fp8_regions=self.fp8_regions,
             )
-            self._data = self.symmetric.data
+            self._data, self._fp8, self._scales = self.symmetric.data, self.symmetric.fp8, self.symmetric.scales
+            if asked == "multimem" and not self.symmetric.multicast:
+                raise CollectiveError(
+                    "Workspace: transport='multimem': torch's symmetric memory has no multicast address on every rank (no "
+                    "NVSwitch, or its fabric is not up, or a rank's environment switches it off); use transport='p2p'"
+                )
+            several = asked == "auto" and self.world_size > 2 and self.symmetric.multicast
+            for transport in ("multimem", "p2p") if several else (self.transport,):
+                self.transport = transport
+                if (failure := selftest.failure(self)) is None:
+                    if several and transport == "multimem":
+                        self.reason = "the GPUs have NVSwitch multicast"
+                    return
+                failure = f"the {transport} transport is refused, because it did not pass its self-test: {failure}"
+                if asked == "auto" and self.rank == 0:
+                    log.warning(failure)
+            raise CollectiveError(f"Workspace: {failure}; transport='torch' works without")
         except CollectiveError as error:
-            if not fall_back:
+            self._release()
+            if asked != "auto":
                 raise
             self.transport, self.reason = "torch", str(error)
 
     def close(self) -> None:
         """Releases the memory; idempotent."""
-        self._data = None
-        self.symmetric = None
+        self._release()
         _open.pop(self.handle, None)
+
+    def _release(self) -> None:
+        self._data = self._fp8 = self._scales = self.symmetric = None
 
     def __enter__(self) -> Workspace:
         return self
@@ -171,22 +235,29 @@ def choose_transport(asked: str, device: torch.device, world_size: int) -> tuple
     Raises:
         CollectiveError: the transport that was asked for does not exist or cannot run on this device.
     """
-    if asked not in ("auto", "torch", "p2p"):
-        raise CollectiveError(f"Workspace: transport={asked!r}; expected 'auto', 'torch' or 'p2p'")
+    kinds = ("auto", "torch", "p2p", "multimem", "multimem-emulated")
+    if asked not in kinds:
+        raise CollectiveError(f"Workspace: transport={asked!r}; expected one of {', '.join(map(repr, kinds))}")
     if asked == "torch":
         return "torch", "it was asked for"
+    kind = "p2p" if asked == "auto" else asked
+    least = (9, 0) if asked == "multimem" else (8, 0)
     missing = None
     if device.type != "cuda":
-        missing = f"p2p needs NVIDIA GPUs, and the device is {device.type}"
+        missing = f"{kind} needs NVIDIA GPUs, and the device is {device.type}"
     elif not 2 <= world_size <= 8:
-        missing = f"p2p takes 2 to 8 ranks, and the group has {world_size}"
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        missing = f"p2p needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+        missing = f"{kind} takes 2 to 8 ranks, and the group has {world_size}"
+    elif torch.cuda.get_device_capability(device) < least:
+        missing = (
+            f"{kind} needs compute capability {least[0]}.{least[1]}, and {torch.cuda.get_device_name(device)} has less"
+        )
+    if asked == "multimem" and (switch := multicast_switched_off(os.environ)):
+        missing = f"{switch} in the environment switches multicast off"
     if missing is None:
-        return "p2p", "the GPUs reach each other's memory"
-    if asked == "p2p":
-        raise CollectiveError(f"Workspace: transport='p2p': {missing}; use transport='torch' or 'auto'")
-    return "torch", missing
+        return kind, "the GPUs reach each other's memory" if asked == "auto" else "it was asked for"
+    if asked == "auto":
+        return "torch", missing
+    raise CollectiveError(f"Workspace: transport={asked!r}: {missing}; use transport='torch' or 'auto'")
 
 
 def find(handle: str) -> Workspace:
