@@ -62,8 +62,8 @@ def test_a_ratio_is_taken_within_each_round():
 
 
 def test_wire_and_chain():
-    assert wire_bytes(4096, 4096, 2, 2) / link_gbs("h200") / 1e3 == pytest.approx(86.0, abs=0.1)
-    assert link_gbs("a100") == 300.0
+    assert wire_bytes(4096, 4096, 2, 2) / link_gbs("NVIDIA H200", "sm_90", 132) / 1e3 == pytest.approx(86.0, abs=0.1)
+    assert link_gbs("NVIDIA A100-SXM4-80GB", "sm_80", 108) == 300.0
     assert chain(wire_bytes(1, 4096, 2, 2)) == 20
     assert chain(wire_bytes(32768, 4096, 2, 2)) == 10
 

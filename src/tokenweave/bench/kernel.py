@@ -59,11 +59,15 @@ class Config:
     json: Path | None = None
 
 
-def link_gbs(gpu: str) -> float:
-    """GB/s per direction of a GPU of the planner's table: measured, else its data sheet's."""
-    from tokenweave.planning.hardware import gpu_by_name
+def link_gbs(device: str, arch: str, sms: int) -> float:
+    """GB/s per direction of a GPU, as the driver names it (``"NVIDIA H200", "sm_90", 132``): measured, else its data
+    sheet's."""
+    for name in device.casefold().split():
+        if name in MEASURED_LINK_GBS:
+            return MEASURED_LINK_GBS[name]
+    from tokenweave.planning.hardware import describe
 
-    return MEASURED_LINK_GBS.get(gpu, gpu_by_name(gpu).link_gbs)
+    return describe(device, arch, sms).link_gbs
 
 
 def wire_bytes(tokens: int, hidden: int, ranks: int, itemsize: int) -> float:

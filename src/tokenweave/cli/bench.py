@@ -17,9 +17,10 @@ _OPTIONS = ["tp", "hidden", "tokens", "ctas", "dtype", "rounds", "only", "seed",
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", description=__doc__, help="measure on this machine's GPUs")
+    parser = subparsers.add_parser("bench", help="measure on this machine's GPUs")
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    kernel = kinds.add_parser("kernel", description=__doc__, help="the fused collective against its rivals")
+    summary = "the fused collective against its rivals"
+    kernel = kinds.add_parser("kernel", help=summary, description=f"Measure {summary}, in one run.")
     kernel.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
     kernel.add_argument("--hidden", default="4096", help="row sizes, separated by commas (default %(default)s)")
     kernel.add_argument("--tokens", help=f"rows of a call, separated by commas (default {_TOKENS})")
@@ -60,7 +61,6 @@ def _run_rank(args: argparse.Namespace) -> int:
     from tokenweave.bench.implementations import FAMILIES
     from tokenweave.bench.kernel import Config, KernelBench, link_gbs
     from tokenweave.bench.timing import GraphClock
-    from tokenweave.planning.hardware import local_gpu
 
     rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if not 2 <= ranks <= 8 or torch.cuda.device_count() <= local:
@@ -72,13 +72,14 @@ def _run_rank(args: argparse.Namespace) -> int:
     dist.init_process_group("nccl", device_id=device)
     group = dist.group.WORLD
     assert group is not None
+    gpu = torch.cuda.get_device_properties(device)
     config = Config(
         hidden=_numbers("--hidden", args.hidden),
         tokens=_tokens(args),
         ctas=_numbers("--ctas", args.ctas) if args.ctas else (),
         dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
         rounds=_rounds(args),
-        link_gbs=link_gbs(local_gpu().name),
+        link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
         seed=args.seed,
         json=args.json,
     )
