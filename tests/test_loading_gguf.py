@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, write_gguf
 from model_ranks import Piece, Runner
@@ -145,8 +146,11 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
         ({"llama.block_count": 2}, r"9 tensors have no place in a model of this configuration: blk\.2\.attn_k"),
         ({"llama.block_count": 4}, r"tensor model\.layers\.3\.\S+ is missing"),
         ({"llama.feed_forward_length": 97}, r"has shape \[96, 64\]; the model's configuration needs \[97, 64\]"),
-        ({"split.count": 2}, "part 1 of a file split in 2"),
+        ({"split.count": 2}, r"part 0 \(from 0\) of a file split in 2"),
         ({"llama.attention.head_count": 7}, "7 query heads over 4 key/value heads"),
+        ({"split.count": "two"}, "of a file split in two"),
+        ({"llama.attention.sliding_window": "64"}, "sliding_window is '64'; expected a whole number"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, "begin or end a text; expected integers"),
     ],
 )
 def test_unsupported_or_wrong_metadata(
@@ -156,6 +160,25 @@ def test_unsupported_or_wrong_metadata(
     with pytest.raises(ModelError, match=message) as caught:
         load_model(file)
     assert "changed.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (5, r"tensor model\.layers\.0\.block_sparse_moe\.experts\.4\.w1\.weight is missing"),
+        (3, r"tensors have no place in a model of this configuration: blk\.0\.ffn_down_exps\.weight"),
+    ],
+)
+def test_a_stack_of_another_number_of_experts(tmp_path: Path, experts: int, message: str) -> None:
+    metadata = {"llama.expert_count": experts}
+    folder = make_checkpoint(tmp_path / "hf", "mixtral")
+    router = torch.zeros(experts, 64)  # of as many experts as the configuration says
+    tensors = load_file(folder / "model.safetensors")
+    routers = {name: router.clone() for name in tensors if name.endswith("block_sparse_moe.gate.weight")}
+    save_file({**tensors, **routers}, folder / "model.safetensors", {"format": "pt"})
+    file = write_gguf(folder, tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(ModelError, match=message):
+        load_model(file)
 
 
 def test_wrong_architecture(tmp_path: Path) -> None:

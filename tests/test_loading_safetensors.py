@@ -74,6 +74,13 @@ def test_index_that_names_the_wrong_file(tmp_path: Path) -> None:
         load_model(sharded)
 
 
+def test_index_that_names_no_possible_file(folder: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "x" * 5000}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"1 of the 1 files that .* names are missing: xxx"):
+        load_model(folder)
+
+
 def test_index_without_a_map(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"metadata": {}}')
     with pytest.raises(ModelError, match="has no weight_map"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from checkpoints import LLAMA3_ROPE, SIZES, VARIANTS, make_checkpoint
 from tokenweave.errors import ModelError
 from tokenweave.models import ModelConfig, RopeScaling, builtin_names, read_config
 
+LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **SIZES}
 
 
@@ -97,6 +99,25 @@ def test_generation_config_has_the_ends_of_turns_too(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "8 query heads over 3 key/value heads"),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"rms_norm_eps": "tiny"}, "could not convert"),
+        ({"rms_norm_eps": math.inf}, "norm_eps inf"),
+        ({"rms_norm_eps": math.nan}, "norm_eps nan"),
+        ({"num_attention_heads": 10**12, "num_key_value_heads": None}, "heads is 1000000000000; no model has more"),
+        ({"num_attention_heads": 10**6, "num_key_value_heads": None}, "1000000 query heads; no model has more"),
+        ({"max_position_embeddings": 2**70}, "context is 1180591620717411303424; no model"),
+        ({"architectures": 3}, "architectures is 3; expected a list of names"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "expected a list of names"),
+        ({"sliding_window": "128"}, "sliding_window is '128'; expected a whole number"),
+        ({"layer_types": 3}, "layer_types is 3; expected a list of names"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id"),
+        ({"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]"),
+        ({"bos_token_id": "<s>"}, "begin or end a text; expected integers"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rotary embedding's parameters: float"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": math.inf}}, "rope_theta inf"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "rotary embedding's parameters: could not convert"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"divided by \[0.0.*expected positive numbers"),
+        ({"rope_scaling": {**LLAMA3, "factor": math.nan}}, "factor nan.*expected positive numbers"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor below high_freq_factor"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": math.inf}}, "parameters: cannot convert"),
         ({"architectures": ["MixtralForCausalLM"]}, "num_local_experts is None"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3},
@@ -123,7 +144,7 @@ def test_settings_without_effect_are_accepted(tmp_path: Path, change: dict[str, 
     assert read(tmp_path, {**LLAMA, **change}).hidden == 64
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", '{"a":' * 100_000], ids=range(5))
 def test_damaged_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):
@@ -155,6 +176,11 @@ def test_every_builtin_is_read() -> None:
     assert len(builtin_names()) == 7
     for name in builtin_names():
         assert read_config(name).layers > 0
+
+
+def test_a_name_too_long_for_a_file() -> None:
+    with pytest.raises(ModelError, match="xxx': cannot be looked up: File name too long"):
+        read_config("x" * 5000)
 
 
 def test_unknown_name_lists_the_known() -> None:

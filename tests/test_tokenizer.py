@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenweave.errors import ModelError, RequestError
-from tokenweave.models import Tokenizer, load_tokenizer
+from tokenweave.models import Tokenizer, gguf_tokenizer, load_tokenizer
+from tokenweave.models.gguf import GGUFFile
 
 OTHER_DIGITS = "١٢٣ ½ ² Ⅷ 1st 2nd B2B"
 TEXTS = [
@@ -250,6 +251,24 @@ def test_other_kinds_need_a_tokenizer_json(tmp_path: Path, backend: tokenizers.T
     assert load_tokenizer(path).encode(TEXTS[0]) == backend.encode(TEXTS[0]).ids
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is missing or damaged; expected a list of texts"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "merges is missing or damaged"),
+        ({"tokenizer.ggml.token_type": 5}, "token_type is 5; expected a list"),
+        ({"tokenizer.ggml.bos_token_id": 10**6}, "bos_token_id is 1000000; the vocabulary has"),
+        ({"tokenizer.ggml.bos_token_id": -1}, "bos_token_id is -1"),
+        ({"tokenizer.ggml.bos_token_id": "<s>"}, "bos_token_id is '<s>'"),
+    ],
+)
+def test_damaged_metadata(tmp_path: Path, backend: tokenizers.Tokenizer, change: dict[str, Any], message: str) -> None:
+    file = GGUFFile(write_tokenizer_gguf(tmp_path / "m.gguf", backend, "qwen2"))
+    file.metadata.update(change)
+    with pytest.raises(ModelError, match=message):
+        gguf_tokenizer.build(file)
+
+
 def test_damaged_merges(tmp_path: Path, backend: tokenizers.Tokenizer) -> None:
     writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
     writer.add_tokenizer_model("gpt2")
@@ -308,6 +327,40 @@ def test_template_file_and_named_templates(folder: Path) -> None:
 def test_template_that_refuses(folder: Path) -> None:
     with pytest.raises(RequestError, match="chat template failed on these messages: no bad"):
         load_tokenizer(folder).apply_chat_template([{"role": "bad", "content": ""}])
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 + messages[0].content }}", "{{ 1 // 0 }}", "{{ messages[0].content ** 2 }}"]
+)
+def test_template_that_fails_in_its_own_way(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(RequestError, match="the model's chat template failed on these messages"):
+        load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("value", [5, [5], ["default"], [{"name": "default"}]])
+def test_damaged_template(folder: Path, value: Any) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": value}))
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template is .*; expected a text"):
+        load_tokenizer(folder)
+
+
+def test_damaged_template_file(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: cannot be read as UTF-8"):
+        load_tokenizer(folder)
+
+
+def test_special_tokens_without_a_text_are_left_out(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": {"a": 1}, "eos_token": None}))
+    assert load_tokenizer(folder).encode("a")
+
+
+def test_text_that_is_no_unicode(folder: Path) -> None:
+    with pytest.raises(RequestError, match=r"the text 'caf\\udce9' is not valid Unicode"):
+        load_tokenizer(folder).encode("caf\udce9")
 
 
 def test_templates_are_sandboxed(folder: Path) -> None:

@@ -47,10 +47,7 @@ def is_supported(file: GGUFFile) -> bool:
 def build(file: GGUFFile) -> Tokenizer:
     """The tokenizer of a file for which :func:`is_supported` holds. Raises ModelError for damaged metadata."""
     data = file.metadata
-    tokens, merges = data.get("tokenizer.ggml.tokens"), data.get("tokenizer.ggml.merges")
-    for name, texts in (("tokens", tokens), ("merges", merges)):
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ModelError(f"{file.path}: tokenizer.ggml.{name} is missing or damaged; expected a list of texts")
+    tokens, merges = _texts(file, "tokens"), _texts(file, "merges")
     kinds = data.get("tokenizer.ggml.token_type", [])
     if not isinstance(kinds, list):
         raise ModelError(f"{file.path}: tokenizer.ggml.token_type is {kinds!r}; expected a list of numbers")
@@ -60,7 +57,7 @@ def build(file: GGUFFile) -> Tokenizer:
             f"{file.path}: tokenizer.ggml.bos_token_id is {bos!r}; the vocabulary has {len(tokens)} tokens"
         )
     pre = data.get("tokenizer.ggml.pre", "default")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _LLAMA3)
@@ -81,6 +78,13 @@ def build(file: GGUFFile) -> Tokenizer:
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )
     return tokenizer
+
+
+def _texts(file: GGUFFile, name: str) -> list[str]:
+    texts = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ModelError(f"{file.path}: tokenizer.ggml.{name} is missing or damaged; expected a list of texts")
+    return texts
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
