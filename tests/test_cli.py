@@ -34,7 +34,10 @@ def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
-    assert f"usage: tokenweave {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: tokenweave {command}" in shown
+    assert COMMANDS[command][1:] in " ".join(shown.split())
+    assert "`" not in shown, "help is plain text"
 
 
 def test_version():

@@ -35,7 +35,7 @@ _COLUMNS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("compile", description=__doc__, help="compile the GPU kernels, with no GPU")
+    parser = subparsers.add_parser("compile", help="compile the GPU kernels, with no GPU")
     parser.add_argument("--arch", default="sm_90a", help="sm_80, sm_90a or sm_100a; default %(default)s")
     parser.add_argument("--ranks", default="2,4,8", help="sizes of the group, from 2 to 8; default %(default)s")
     parser.add_argument("--hidden", help="row sizes, multiples of 8; default: those of the models in use")

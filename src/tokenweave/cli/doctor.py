@@ -12,7 +12,7 @@ from tokenweave.doctor import Report, examine
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("doctor", description=__doc__, help="show what this machine has")
+    parser = subparsers.add_parser("doctor", help="show what this machine has")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

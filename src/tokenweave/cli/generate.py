@@ -16,7 +16,7 @@ DEFAULT_MAX_TOKENS = 128
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("generate", description=__doc__, help="answer prompts with a tensor-parallel model")
+    parser = subparsers.add_parser("generate", help="answer prompts with a tensor-parallel model")
     parser.add_argument("--model", required=True, metavar="DIR_OR_GGUF", help="Hugging Face folder or GGUF file")
     parser.add_argument(
         "--tp",
@@ -28,7 +28,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--mode",
         default="auto",
-        help="auto (the planner chooses for each step), sequential, fused or woven; default %(default)s",
+        help="auto (TOKENWEAVE_MODE if it is set, else the planner's choice for each step), sequential, fused or woven; "
+        "default %(default)s",
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is printed as it comes")

@@ -65,6 +65,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         if name == chosen:
             module = importlib.import_module(f"tokenweave.cli.{name}")
             module.add_parser(subparsers)
+            subparsers.choices[name].description = f"{summary[0].upper()}{summary[1:]}."
             subparsers.choices[name].set_defaults(run=module.run)
         else:
             subparsers.add_parser(name, help=summary)

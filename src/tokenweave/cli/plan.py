@@ -13,7 +13,7 @@ from tokenweave.planning.comm import TRANSPORTS
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("plan", description=__doc__, help="show how a batch would be run, and why")
+    parser = subparsers.add_parser("plan", help="show how a batch would be run, and why")
     parser.add_argument("--model", required=True, help="Hugging Face folder, GGUF file or built-in name (Llama-3.1-8B)")
     parser.add_argument("--gpu", help=f"{', '.join(GPUS)}; default: this machine's")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
@@ -56,7 +56,7 @@ def text(explanation: Explanation) -> str:
     lines.append(f"  waves      {_counts(total)} a layer: {each}")
     best = min(ms for mode, ms in explanation.predicted_ms.items() if mode != "no_comm")
     for mode, ms in explanation.predicted_ms.items():
-        note = {"no_comm": "  (bound: collectives removed)"}.get(mode, "")
+        note = {"no_comm": "  (no collectives; every rank norms all rows)"}.get(mode, "")
         lines.append(f"  {mode:<10} {ms:10.3f} ms  {ms / best:5.2f}x{note}")
     return "\n".join(lines)
 
