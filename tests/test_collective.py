@@ -275,6 +275,18 @@ def test_shapes_that_change_with_every_call(world_size):
     run_ranks(world_size, _random_walk, shapes, fresh_seed())
 
 
+def _of_other_tokens() -> None:
+    case = Case(9 - dist.get_rank(), 72)
+    with open_workspace(case) as workspace:
+        call(case, make(case, workspace.world_size, 0), workspace)
+
+
+def test_ranks_that_call_with_different_shapes_end_at_once():
+    """gloo ends the process that gets more bytes than it expects; nobody waits for a time limit, and nobody goes on."""
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 died(.|\n)*collective mismatch"):
+        run_ranks(2, _of_other_tokens, timeout=30)
+
+
 # Ownership ------------------------------------------------------------------------------------------------------------
 
 
