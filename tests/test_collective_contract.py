@@ -43,6 +43,17 @@ def _call(workspace: Workspace, **changes):
         ),
         ({"residual": torch.zeros(16, 4).T}, r"residual has strides \(1, 4\)"),
         ({"weight": torch.ones(8)}, r"weight has shape \[8\]; expected \[16\]"),
+        ({"weight": torch.ones(16, dtype=torch.complex64)}, "weight is torch.complex64 on cpu; expected floats on cpu"),
+        ({"bias": torch.ones(16, device="meta")}, "bias is torch.float32 on meta; expected floats on cpu"),
+        ({"partial": torch.zeros(1, 16).expand(4, 16)}, r"partial has strides \(0, 1\); its rows must not overlap"),
+        ({"residual": torch.zeros(1, 16).expand(4, 16)}, r"residual has strides \(0, 1\); its rows must not overlap"),
+        ({"out": torch.zeros(76).as_strided((4, 16), (8, 1))}, r"out has strides \(8, 1\); its rows must not overlap"),
+        ({"partial": torch.zeros(4, 16, requires_grad=True)}, "partial requires grad, and this has no backward"),
+        ({"residual": torch.zeros(4, 16, requires_grad=True)}, "residual requires grad"),
+        (
+            {"rows": torch.tensor([1, 3]), "row_count": torch.tensor([2], dtype=torch.int32)},
+            "row_count leaves rows below 2",
+        ),
         ({"post_norm": torch.ones(4, 4)}, r"post_norm has shape \[4, 4\]; expected \[16\]"),
         ({"bias": torch.ones(17)}, r"bias has shape \[17\]; expected \[16\]"),
         ({"eps": -1.0}, "eps=-1.0; expected a number >= 0"),
@@ -66,6 +77,15 @@ def test_a_broken_contract_is_refused_before_anything_is_written(workspace, chan
     assert isinstance(caught.value, TokenWeaveError)
     assert str(caught.value).startswith("fused_allreduce_rmsnorm: ")
     assert workspace.collectives == 0
+
+
+@pytest.mark.parametrize("name", ["partial", "out"])
+def test_the_residual_has_memory_of_its_own(workspace, name):
+    shared = torch.zeros(4, 16)
+    with pytest.raises(CollectiveError, match=f"residual and {name} are the same memory"):
+        _call(workspace, residual=shared, **{name: shared})
+    rows = torch.ones(4, 32)  # side by side they share no element
+    assert _call(workspace, partial=rows[:, :16], residual=rows[:, 16:])[0].shape == (4, 16)
 
 
 def test_the_baseline_names_itself(workspace):

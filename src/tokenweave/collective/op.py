@@ -151,6 +151,8 @@ def run(
     whole, written = out, fp8
     if row_count is not None:  # this transport splits the rows on the host
         real = min(partial.shape[0], max(0, int(row_count)))
+        if rows is not None and rows.numel() and int(rows[-1]) >= real:
+            raise CollectiveError(f"fused_allreduce_rmsnorm: rows={rows.tolist()}; row_count leaves rows below {real}")
         partial, residual = partial[:real], residual[:real]
         if rows is None:
             written = None if fp8 is None else fp8.first(real)
@@ -225,6 +227,8 @@ def _check(
     for name, vector in (("weight", epilogue.weight), ("post_norm", epilogue.post_norm), ("bias", epilogue.bias)):
         if vector is not None:
             expect(tuple(vector.shape) == (hidden,), f"{name} has shape {list(vector.shape)}; expected [{hidden}]")
+            if not vector.is_floating_point() or vector.device != partial.device:
+                expect(False, f"{name} is {vector.dtype} on {vector.device}; expected floats on {partial.device}")
     expect(epilogue.eps >= 0, f"eps={epilogue.eps}; expected a number >= 0")
     expect(
         0 <= launch.channel < workspace.channels,
@@ -267,3 +271,12 @@ def _check(
                 tensor.stride(-1) == 1 or tensor.numel() <= 1,
                 f"{name} has strides {tensor.stride()}; its rows must be contiguous",
             )
+    for name, tensor in (("partial", partial), ("residual", residual), (outputs[0][0], out)):
+        if tensor is None:
+            continue
+        if tensor.shape[0] > 1 and tensor.stride(0) < hidden:
+            expect(False, f"{name} has strides {tensor.stride()}; its rows must not overlap")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            expect(False, f"{name} requires grad, and this has no backward: call it under torch.no_grad()")
+        if name != "residual" and tensor.numel() and tensor.data_ptr() == residual.data_ptr():
+            expect(False, f"residual and {name} are the same memory; each is written with its own result")
