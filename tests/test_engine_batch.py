@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenweave.engine.batch import Chunk, cut, row_range, rows_of, splits_of
+from tokenweave.engine.batch import Chunk, row_range, rows_of, splits_of
 from tokenweave.planning.plan import Mode, Plan
 
 
@@ -44,6 +44,12 @@ def check(inputs, sampled, expected):
     assert row == len(expected)
 
 
+def cut(chunks, at):
+    """(inputs, sampled rows) of the prefix and of the suffix of a woven step."""
+    splits = splits_of(chunks, Plan(Mode.WOVEN, split=at), torch.zeros(rows_of(chunks), 8))
+    return [(split.inputs, split.sampled) for split in splits]
+
+
 @given(batches())
 @settings(max_examples=100, deadline=None)
 def test_every_cut_gives_the_rows_on_either_side(chunks):
@@ -77,8 +83,10 @@ def test_splits_are_views_of_one_residual():
     assert residual.sum(dim=1).tolist() == [0, 0, 0, 8, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("at", [0, 4, 5, -1])
-def test_a_cut_outside_the_step_is_an_error(at):
+@pytest.mark.parametrize(
+    ("at", "message"), [(4, "step of 4 rows"), (5, "step of 4 rows"), (0, "one row in its prefix"), (-1, "one row in")]
+)
+def test_a_cut_outside_the_step_is_an_error(at, message):
     chunks = [Chunk(0, 0, (1, 2, 3, 4), 0, True)]
-    with pytest.raises(ValueError, match="step of 4 rows"):
+    with pytest.raises(ValueError, match=message):
         cut(chunks, at)

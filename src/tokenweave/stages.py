@@ -65,6 +65,8 @@ class Split:
         inputs: passed to ``Stage.compute``.
         residual: [tokens, hidden] view of the step's residual buffer.
         sampled: int64 [n], rows of this split (0 = its first) whose final norm is wanted, ascending; None for all.
+        row_count: int32 [1] on the device, how many of the rows are real, for collectives that are captured in a graph
+            and replayed with other batches; None if all are.
         pending: the collective in flight for this split; the overlap backend turns it into the rows that the next stage
             reads. None before the embedding.
         region: the workspace region that holds those rows.
@@ -75,5 +77,6 @@ class Split:
     inputs: Any
     residual: torch.Tensor
     sampled: torch.Tensor | None = None
+    row_count: torch.Tensor | None = None
     pending: Any = field(default=None, repr=False)
     region: int = 0

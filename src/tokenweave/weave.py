@@ -8,16 +8,18 @@ wrote one call earlier on the same compute stream.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from tokenweave.collective.workspace import Workspace
 from tokenweave.overlap import Overlap
-from tokenweave.stages import Epilogue, Split, Stage
+from tokenweave.stages import Split, Stage
 
-Collective = Callable[[torch.Tensor, torch.Tensor, Epilogue, torch.Tensor | None], torch.Tensor]
-"""(partial, residual, epilogue, rows) -> normalised rows, the same on every rank; ``rows`` as ``Split.sampled``."""
+Collective = Callable[..., torch.Tensor]
+"""(partial, residual, epilogue, rows) -> normalised rows, the same on every rank; ``rows`` as ``Split.sampled``. Where a
+split has a ``row_count`` it is given too, as ``row_count=``."""
 
 
 def run_stages(
@@ -34,13 +36,17 @@ def run_stages(
         current stream.
     """
     last = len(stages) - 1
+    collectives = [
+        collective if split.row_count is None else functools.partial(collective, row_count=split.row_count)
+        for split in splits
+    ]
     for index, stage in enumerate(stages):
-        for split in splits:
+        for split, reduce in zip(splits, collectives, strict=True):
             x = None if split.pending is None else overlap.wait(split.pending)
             if x is not None and not stage.in_place:
                 split.region = 1 - split.region
             out = workspace.buffer(split.tokens, start=split.start, region=split.region)
             stage.compute(x, split.inputs, out)
             rows = split.sampled if index == last else None
-            split.pending = overlap.run(collective, out, split.residual, stage.epilogue, rows)
+            split.pending = overlap.run(reduce, out, split.residual, stage.epilogue, rows)
     return [overlap.wait(split.pending) for split in splits]

@@ -7,12 +7,15 @@ cache first.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from tokenweave.engine.split_buffer import RowRange, on_device
 from tokenweave.models.inputs import Inputs, SequenceRows
 from tokenweave.planning.plan import Plan
 from tokenweave.stages import Split
@@ -42,58 +45,81 @@ def rows_of(chunks: Sequence[Chunk]) -> int:
     return sum(len(chunk.token_ids) for chunk in chunks)
 
 
-def row_range(
-    chunks: Sequence[Chunk], start: int, stop: int, device: torch.device | str = "cpu"
-) -> tuple[Inputs, torch.Tensor]:
-    """Rows ``start`` to ``stop`` of the step, ``0 <= start < stop <= rows_of(chunks)``.
-
-    Returns:
-        (inputs, sampled): what the stages compute with, and int64 [n], the rows of this range (0 = its first) whose
-        logits are wanted, ascending; both on ``device``.
-    """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    cache_rows: list[int] = []
+def row_range_of(chunks: Sequence[Chunk], start: int, stop: int) -> RowRange:
+    """Rows ``start`` to ``stop`` of the step, ``0 <= start < stop <= rows_of(chunks)``, on the host."""
+    token_ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    cache_rows: list[np.ndarray] = []
     sampled: list[int] = []
     sequences: list[SequenceRows] = []
-    row = 0  # of the step, at the chunk's first token
+    row = rows = 0  # of the step, at the chunk's first token; of the range
     for chunk in chunks:
         size = len(chunk.token_ids)
         low, high = max(start - row, 0), min(stop - row, size)
         if low < high:
             context = chunk.first + low
-            sequences.append(SequenceRows(len(token_ids), high - low, chunk.cache_start, context))
-            token_ids += chunk.token_ids[low:high]
-            positions += range(context, chunk.first + high)
-            cache_rows += range(chunk.cache_start + context, chunk.cache_start + chunk.first + high)
+            sequences.append(SequenceRows(rows, high - low, chunk.cache_start, context))
+            token_ids.append(np.array(chunk.token_ids[low:high], dtype=np.int64))
+            positions.append(np.arange(context, chunk.first + high))
+            cache_rows.append(positions[-1] + chunk.cache_start)
+            rows += high - low
             if chunk.sampled and high == size:
-                sampled.append(len(token_ids) - 1)
+                sampled.append(rows - 1)
         row += size
     if not 0 <= start < stop <= row:
         raise ValueError(f"rows {start}..{stop} of a step of {row} rows; expected 0 <= start < stop <= {row}")
-    columns = torch.tensor([token_ids, positions, cache_rows], dtype=torch.int64).to(device, non_blocking=True)
-    inputs = Inputs(columns[0], columns[1], columns[2], tuple(sequences))
-    return inputs, torch.tensor(sampled, dtype=torch.int64).to(device, non_blocking=True)
+    return RowRange(
+        np.concatenate(token_ids),
+        np.concatenate(positions),
+        np.concatenate(cache_rows),
+        np.array(sampled, dtype=np.int64),
+        tuple(sequences),
+    )
 
 
-def cut(
-    chunks: Sequence[Chunk], at: int, device: torch.device | str = "cpu"
-) -> tuple[tuple[Inputs, torch.Tensor], tuple[Inputs, torch.Tensor]]:
-    """(prefix, suffix) as :func:`row_range`: rows 0..at and at..end, ``0 < at < rows_of(chunks)``."""
-    return row_range(chunks, 0, at, device), row_range(chunks, at, rows_of(chunks), device)
+def row_range(
+    chunks: Sequence[Chunk], start: int, stop: int, device: torch.device | str = "cpu", packed: bool = False
+) -> tuple[Inputs, torch.Tensor]:
+    """As :func:`row_range_of`, for the stages.
+
+    Args:
+        packed: the sequences go to the device as well, for attention in one launch.
+
+    Returns:
+        (inputs, sampled): what the stages compute with, and int64 [n], the rows of this range (0 = its first) whose
+        logits are wanted, ascending; both on ``device``.
+    """
+    rows, device = row_range_of(chunks, start, stop), torch.device(device)
+    if packed:
+        inputs, sampled = on_device(rows, device)
+        return dataclasses.replace(inputs, sequences=rows.sequences), sampled
+    columns = torch.from_numpy(np.stack([rows.token_ids, rows.positions, rows.cache_rows])).to(device)
+    inputs = Inputs(columns[0], columns[1], columns[2], rows.sequences)
+    return inputs, torch.from_numpy(rows.sampled).to(device)
 
 
-def splits_of(chunks: Sequence[Chunk], plan: Plan, residual: torch.Tensor) -> list[Split]:
+def splits_of(chunks: Sequence[Chunk], plan: Plan, residual: torch.Tensor, packed: bool = False) -> list[Split]:
     """The step as the schedule walks it: one split, or the prefix and the suffix of a woven plan.
 
     The final rows of the splits, one after the other, are in the order of the chunks that are ``sampled``.
 
     Args:
         residual: [at least rows_of(chunks), hidden]; each split gets its view.
+        packed: as :func:`row_range`.
+
+    Raises:
+        ValueError: the plan's cut leaves no row on one side.
     """
     edges = [0, rows_of(chunks)] if plan.split is None else [0, plan.split, rows_of(chunks)]
     splits = []
-    for start, stop in itertools.pairwise(edges):
-        inputs, sampled = row_range(chunks, start, stop, residual.device)
+    for (start, stop), name in zip(itertools.pairwise(edges), ("prefix", "suffix"), strict=False):
+        inputs, sampled = row_range(chunks, start, stop, residual.device, packed)
+        if residual.is_cuda:
+            inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name))
         splits.append(Split(start, stop - start, inputs, residual[start:stop], sampled))
     return splits
+
+
+def gemm_sms(plan: Plan, split: str) -> dict[str, int]:
+    """GEMM name -> SMs, of one split of a plan."""
+    return {gemm: sms for (gemm, of), sms in plan.gemm_sms.items() if of == split}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import Chunk, rows_of
 from tokenweave.engine.engine import Engine, Model
+from tokenweave.engine.graphs import fill_bucket
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.scheduler import Scheduler
 from tokenweave.engine.text import Decoder
@@ -47,6 +48,7 @@ class EngineArgs:
         max_num_seqs: most requests that run at once.
         cache_tokens: token positions of the KV cache; None: by the free memory.
         max_context: longest sequence; None: the model's.
+        graphs: run steps as CUDA graphs where that is possible.
 
     Raises:
         RequestError: a value out of its range, or more ranks than GPUs.
@@ -61,6 +63,7 @@ class EngineArgs:
     max_num_seqs: int = 256
     cache_tokens: int | None = None
     max_context: int | None = None
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("dtype", ("auto", *DTYPES)), ("device", ("auto", "cpu", "cuda")), ("mode", MODES)):
@@ -123,6 +126,8 @@ def build_engine(
     device = torch.device(args.device_type, rank) if args.device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif args.device == "auto" and rank == 0 and (gpus := torch.cuda.device_count()):
+        log.warning("%d ranks run on the CPU, because torch can use only %d GPUs here", args.tensor_parallel_size, gpus)
     model = load_model(
         args.model,
         rank=rank,
@@ -166,7 +171,7 @@ def engine_around(
     cache = KVCache(config.layers, cache_rows, model.kv_heads_local, config.head_dim, dtype, device)
     plan = plan_function(args, config, workspace.transport)
     overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
-    return Engine(model, cache, workspace, scheduler, plan, overlap, tokenizer)
+    return Engine(model, cache, workspace, scheduler, plan, overlap, tokenizer, args.graphs)
 
 
 def plan_function(args: EngineArgs, config: ModelConfig, transport: str) -> Callable[[Sequence[Chunk]], Plan]:
@@ -183,12 +188,18 @@ def plan_function(args: EngineArgs, config: ModelConfig, transport: str) -> Call
         transport,
         None if args.mode == "auto" else args.mode,
     )
+    captured = args.graphs and args.device_type == "cuda"
     told = False
 
     def plan(chunks: Sequence[Chunk]) -> Plan:
         nonlocal told
         rows = rows_of(chunks)
-        chosen = planner.plan(rows, sequences=[(len(chunk.token_ids), chunk.first) for chunk in chunks])
+        sequences = [(len(chunk.token_ids), chunk.first) for chunk in chunks]
+        # A graph's steps share a plan, which is that of its fullest step.
+        filled = fill_bucket(sequences, args.max_batch_tokens) if captured else sequences
+        chosen = planner.plan(sum(tokens for tokens, _ in filled), sequences=filled)
+        if chosen.split is not None and chosen.split >= rows:
+            chosen = planner.plan(rows, sequences=sequences)
         if rows == 1 and args.mode == Mode.WOVEN and not told:
             log.info("mode=woven: steps of one row cannot be cut in two; they run fused and are counted as fused")
             told = True

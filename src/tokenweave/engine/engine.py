@@ -6,7 +6,6 @@ schedule and plan by pure functions of what all of them know, and sample from lo
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +14,19 @@ from typing import Protocol
 
 import torch
 
-from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
+from tokenweave.collective import Workspace
 from tokenweave.engine.batch import Chunk, rows_of, splits_of
+from tokenweave.engine.collectives import check, collective_of
+from tokenweave.engine.graphs import StepGraphs
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.sampling import sample
 from tokenweave.engine.scheduler import NewRequest, Request, Scheduler
 from tokenweave.engine.text import Decoder, TextStream
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import Inline, Overlap
-from tokenweave.planning.plan import Mode, Plan
-from tokenweave.stages import Epilogue, Stage
-from tokenweave.weave import Collective, run_stages
+from tokenweave.planning.plan import Plan
+from tokenweave.stages import Stage
+from tokenweave.weave import run_stages
 
 
 class Model(Protocol):
@@ -36,6 +37,12 @@ class Model(Protocol):
 
     @property
     def kv_heads_local(self) -> int: ...
+
+    @property
+    def packs(self) -> bool: ...
+
+    @property
+    def capturable(self) -> bool: ...
 
     def stages(self, kv: KVCache) -> list[Stage]: ...
 
@@ -109,9 +116,11 @@ class Engine:
         plan: a step's chunks -> its plan; the same function on all ranks.
         overlap: runs the collectives of woven steps.
         tokenizer: gives the tokenizer; only called for requests with stop strings.
+        graphs: run steps as CUDA graphs, if the model and the device allow it.
 
     Attributes:
         steps: one record per step since the last :meth:`run` began.
+        graphs: of the steps; None without.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class Engine:
         plan: Callable[[Sequence[Chunk]], Plan],
         overlap: Overlap,
         tokenizer: Callable[[], Decoder],
+        graphs: bool = True,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -138,6 +148,10 @@ class Engine:
         self._residual = torch.empty(
             scheduler.max_batch_tokens, workspace.hidden, dtype=workspace.dtype, device=workspace.device
         )
+        self.graphs: StepGraphs | None = None
+        if graphs and model.capturable:
+            longest = min(model.config.context, cache.rows)
+            self.graphs = StepGraphs(self._stages, workspace, self._residual, overlap, longest)
 
     def add(self, requests: Sequence[NewRequest]) -> None:
         """Queues requests.
@@ -186,13 +200,18 @@ class Engine:
         Returns:
             [number of chunks that are ``sampled``, hidden], their last tokens' rows after the final norm, in chunk order.
         """
-        splits = splits_of(chunks, plan, self._residual)
+        if self.graphs is not None and (final := self.graphs.forward(chunks, plan)) is not None:
+            return final
+        splits = splits_of(chunks, plan, self._residual, self.model.packs)
         overlap = self._overlap if len(splits) > 1 else self._inline
-        rows = run_stages(self._stages, splits, _collective(plan, self.workspace), self.workspace, overlap)
+        collective = collective_of(plan, rows_of(chunks), self.workspace)
+        rows = run_stages(self._stages, splits, collective, self.workspace, overlap)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def close(self) -> None:
-        """Releases threads and the workspace; idempotent."""
+        """Releases threads, graphs and the workspace; idempotent."""
+        if self.graphs is not None:
+            self.graphs.close()
         self._overlap.close()
         self.workspace.close()
 
@@ -202,6 +221,7 @@ class Engine:
         requests = [self.scheduler.requests[number] for number in numbers]
         uniforms = [0.0 if r.params.greedy else r.generator.random() for r in requests]
         tokens = sample(self.model.logits(rows), [r.params for r in requests], uniforms)
+        check(self.workspace)  # the host has just waited for the step: no token of a failed one leaves
         now = time.perf_counter()
         return [self._accept(request, token, now) for request, token in zip(requests, tokens, strict=True)]
 
@@ -228,51 +248,3 @@ class Engine:
         del self._progress[request.number]
         ttft, total = (1000 * (t - progress.arrived) for t in (progress.first_token, now))
         return TokenEvent(request.number, token, Finished(reason, ttft, total, dict(progress.modes)))
-
-
-def _collective(plan: Plan, workspace: Workspace) -> Collective:
-    if plan.mode is Mode.SEQUENTIAL:
-        return functools.partial(_sequential, workspace)
-    return functools.partial(_fused, workspace, plan)
-
-
-def _sequential(
-    workspace: Workspace, partial: torch.Tensor, residual: torch.Tensor, epilogue: Epilogue, rows: torch.Tensor | None
-) -> torch.Tensor:
-    return allreduce_rmsnorm(
-        partial,
-        residual,
-        epilogue.weight,
-        epilogue.eps,
-        workspace,
-        rows=rows,
-        has_residual=epilogue.has_residual,
-        post_norm=epilogue.post_norm,
-        weight_offset=epilogue.weight_offset,
-        bias=epilogue.bias,
-    )
-
-
-def _fused(
-    workspace: Workspace,
-    plan: Plan,
-    partial: torch.Tensor,
-    residual: torch.Tensor,
-    epilogue: Epilogue,
-    rows: torch.Tensor | None,
-) -> torch.Tensor:
-    out, _ = fused_allreduce_rmsnorm(
-        partial,
-        residual,
-        epilogue.weight,
-        epilogue.eps,
-        workspace,
-        ctas=plan.ctas,
-        cluster=plan.cluster,
-        rows=rows,
-        has_residual=epilogue.has_residual,
-        post_norm=epilogue.post_norm,
-        weight_offset=epilogue.weight_offset,
-        bias=epilogue.bias,
-    )
-    return out

@@ -1,0 +1,315 @@
+"""Steps as CUDA graphs: captured per bucket of rows and plan, replayed with every step's own tokens, lengths and rows.
+
+A layer is some ten launches, and a woven one twice as many; below a few thousand tokens the host cannot issue them as
+fast as the GPU runs them. A graph costs one launch. What varies between steps is in memory that the graph reads: one
+buffer with the rows of all splits (see :mod:`tokenweave.engine.split_buffer`). GEMMs compute a bucket's rows of padding,
+less than one 128-row tile beyond 128 rows; collectives take the real row count from the buffer and send nothing else.
+
+The first step of a bucket runs eagerly, on the stream that captures and in the buffers that a graph would use, so that
+libraries and kernels are loaded; the second is captured. Both are the same launches in the same order, so ranks need not
+agree on which of them have a graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenweave.collective.workspace import Workspace
+from tokenweave.engine.batch import Chunk, gemm_sms, row_range_of, rows_of
+from tokenweave.engine.collectives import collective_of, layout_of
+from tokenweave.engine.split_buffer import RowRange, SplitShape, packed_inputs
+from tokenweave.overlap import Inline, Overlap
+from tokenweave.planning.plan import Mode, Plan
+from tokenweave.stages import Split, Stage
+from tokenweave.weave import Collective, run_stages
+
+log = logging.getLogger(__name__)
+
+TILE = 128  # rows: beyond so many, a bucket is a multiple of it
+MAX_ROWS = 8192  # of a step that is captured: above, the host keeps up with the GPU
+MAX_GRAPHS = 128
+MAX_BYTES = 4 << 30
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
+_SEQUENCES = (1, 4, 16, 64, 256, 1024)
+
+
+def bucket_rows(rows: int) -> int:
+    """Rows of the bucket that a step of ``rows`` rows falls into."""
+    if rows <= TILE:
+        return next(size for size in _SMALL if size >= rows)
+    return -(-rows // TILE) * TILE
+
+
+def fill_bucket(sequences: Sequence[tuple[int, int]], max_rows: int) -> list[tuple[int, int]]:
+    """(rows, context) of a step's sequences -> those of a step that fills its bucket: the longest one gets what is
+    missing. Steps of at most a tile, and steps that are not captured, stay as they are."""
+    rows = sum(tokens for tokens, _ in sequences)
+    filled = list(sequences)
+    if TILE < rows <= MAX_ROWS:
+        index = max(range(len(filled)), key=lambda i: filled[i][0])
+        tokens, context = filled[index]
+        filled[index] = (tokens + max(0, min(bucket_rows(rows), max_rows) - rows), context)
+    return filled
+
+
+@dataclass(frozen=True)
+class SplitBucket:
+    """A split as it is captured; the bound on a sequence's rows is part of attention's launch shape."""
+
+    shape: SplitShape
+    max_queries: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a graph is captured for. Equal steps of all ranks fall into equal buckets."""
+
+    splits: tuple[SplitBucket, ...]
+    max_length: int
+    mode: Mode
+    ctas: int | None
+    cluster: int | None
+    gemm_sms: tuple[tuple[tuple[str, str], int], ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(split.shape.rows for split in self.splits)
+
+
+def bucket_of(ranges: Sequence[RowRange], plan: Plan, max_rows: int, max_length: int) -> Bucket | None:
+    """The bucket of a step.
+
+    Args:
+        ranges: its splits.
+        max_rows: most rows of a step. max_length: of any sequence.
+
+    Returns:
+        None for a step that no bucket covers.
+    """
+    rows, sequences = sum(r.rows for r in ranges), max(len(r.sequences) for r in ranges)
+    if rows > MAX_ROWS or sequences > _SEQUENCES[-1]:
+        return None
+    capacity = min(bucket_rows(rows), max_rows)
+    gemms = tuple(sorted(plan.gemm_sms.items()))
+    if len(ranges) == 1 and len(ranges[0].sequences) == rows:
+        # A row a sequence: attention splits long contexts over blocks, by their bound, so it must not be far off.
+        longest = max(s.length for s in ranges[0].sequences)
+        length = 1024
+        while length < longest:
+            length *= 4
+        shape = SplitShape(capacity, capacity, capacity)
+        return Bucket((SplitBucket(shape, 1),), min(length, max_length), plan.mode, plan.ctas, plan.cluster, gemms)
+    room = min(next(size for size in _SEQUENCES if size >= sequences), max_rows)
+    splits: list[SplitBucket] = []
+    for given in ranges:
+        size = given.rows if given is not ranges[-1] else capacity - sum(s.shape.rows for s in splits)
+        longest = max(s.tokens for s in given.sequences)
+        splits.append(SplitBucket(SplitShape(size, room, room), max(2, 1 << (longest - 1).bit_length())))
+    return Bucket(tuple(splits), max_length, plan.mode, plan.ctas, plan.cluster, gemms)
+
+
+@dataclass
+class _Step:
+    """A bucket's buffers, and its graph once it has one.
+
+    Attributes:
+        buffer: int64, the splits' buffers one after the other.
+        splits: over the buffer; copied for every walk.
+        outputs: per split, [sampled, hidden] of the graph.
+        collectives, bytes_sent: of one replay.
+    """
+
+    bucket: Bucket
+    buffer: torch.Tensor
+    splits: list[Split]
+    gather: list[torch.Tensor] | None
+    collective: Collective
+    graph: torch.cuda.CUDAGraph | None = None
+    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    bytes: int = 0
+    warm: bool = False
+    collectives: int = 0
+    bytes_sent: int = 0
+
+
+class StepGraphs:
+    """The graphs of one rank's engine.
+
+    Args:
+        stages: over packed inputs; they must not wait for the GPU.
+        workspace: of the group. residual: [most rows of a step, hidden].
+        overlap: runs the collectives of woven steps.
+        max_length: of any sequence.
+
+    Attributes:
+        replays, eager: steps that ran as a graph, and that filled a bucket for the first time.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        workspace: Workspace,
+        residual: torch.Tensor,
+        overlap: Overlap,
+        max_length: int,
+        max_graphs: int = MAX_GRAPHS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.replays = 0
+        self.eager = 0
+        self._stages, self._workspace, self._residual = stages, workspace, residual
+        self._overlap, self._inline = overlap, Inline()
+        self._max_length, self._max_graphs, self._max_bytes = max_length, max_graphs, max_bytes
+        self._steps: OrderedDict[Bucket, _Step] = OrderedDict()
+        self._stream = torch.cuda.Stream(workspace.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that are held."""
+        return sum(step.graph is not None for step in self._steps.values())
+
+    @property
+    def bytes(self) -> int:
+        """GPU memory that capturing them took, activations and launch parameters together."""
+        return sum(step.bytes for step in self._steps.values())
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk], plan: Plan) -> torch.Tensor | None:
+        """Runs a step.
+
+        Returns:
+            as :meth:`tokenweave.engine.engine.Engine.forward`; None, with nothing done, for a step that has no bucket.
+        """
+        if self._workspace.transport == "torch" and self._workspace.world_size > 1:
+            return None  # it splits rows on the host
+        if plan.mode is Mode.SEQUENTIAL and self._workspace.world_size > 1:
+            return None  # graphs that hold NCCL's kernels keep a process group from ending
+        edges = [0, rows_of(chunks)] if plan.split is None else [0, plan.split, rows_of(chunks)]
+        ranges = [row_range_of(chunks, *pair) for pair in itertools.pairwise(edges)]
+        bucket = bucket_of(ranges, plan, self._residual.shape[0], self._max_length)
+        if bucket is None:
+            return None
+        step = self._steps.get(bucket)
+        if step is None:
+            self._make_room()
+            step = self._steps[bucket] = self._new(bucket, plan)
+        self._steps.move_to_end(bucket)
+        self._fill(step, ranges)
+        if step.warm:
+            if step.graph is None:
+                self._capture(step)
+            assert step.graph is not None
+            step.graph.replay()
+            self._workspace.collectives += step.collectives
+            self._workspace.bytes_sent += step.bytes_sent
+            self.replays += 1
+            outputs = step.outputs
+        else:
+            outputs = self._first(step)
+        return torch.cat([out[: len(given.sampled)] for out, given in zip(outputs, ranges, strict=True)])
+
+    def close(self) -> None:
+        """Drops all graphs, once the GPU is done with them; idempotent."""
+        if self._steps:
+            torch.cuda.synchronize(self._workspace.device)
+            self._steps.clear()
+
+    def _new(self, bucket: Bucket, plan: Plan) -> _Step:
+        workspace, device = self._workspace, self._workspace.device
+        shapes = [split.shape for split in bucket.splits]
+        buffer = torch.zeros(sum(shape.words for shape in shapes), dtype=torch.int64, device=device)
+        # Rows that nobody owns are skipped by the collectives of sampled rows; not by one-shot and sequential ones, whose
+        # final rows are therefore all computed and then picked.
+        layout = layout_of(plan, bucket.rows, workspace)
+        pick = workspace.transport == "torch" or plan.mode is Mode.SEQUENTIAL or layout == "replicated"
+        splits, gather, start = [], [], 0
+        names = ("prefix", "suffix")
+        for part, captured, name in zip(
+            buffer.split([shape.words for shape in shapes]), bucket.splits, names, strict=False
+        ):
+            tensors, rows = captured.shape.views(part), captured.shape.rows
+            inputs = packed_inputs(tensors, captured.max_queries, bucket.max_length)
+            inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name))
+            residual = self._residual[start : start + rows]
+            sampled = None if pick else tensors.sampled
+            row_count = None if workspace.transport == "torch" else tensors.row_count
+            splits.append(Split(start, rows, inputs, residual, sampled, row_count))
+            gather.append(tensors.sampled)
+            start += rows
+        collective = collective_of(plan, bucket.rows, workspace)
+        return _Step(bucket, buffer, splits, gather if pick else None, collective)
+
+    def _fill(self, step: _Step, ranges: Sequence[RowRange]) -> None:
+        """Copies the step's rows into its buffer; the host does not wait."""
+        host = torch.empty(step.buffer.shape, dtype=torch.int64, pin_memory=True)
+        shapes = [split.shape for split in step.bucket.splits]
+        for part, shape, given in zip(host.split([s.words for s in shapes]), shapes, ranges, strict=True):
+            shape.fill(part, given, past=0 if step.gather is not None else shape.rows)
+        step.buffer.copy_(host, non_blocking=True)
+
+    def _walk(self, step: _Step) -> list[torch.Tensor]:
+        """All of the step's launches, on the current stream and the overlap's."""
+        splits = [dataclasses.replace(split) for split in step.splits]
+        overlap = self._overlap if len(splits) > 1 else self._inline
+        rows = run_stages(self._stages, splits, step.collective, self._workspace, overlap)
+        if step.gather is None:
+            return rows
+        return [final.index_select(0, sampled) for final, sampled in zip(rows, step.gather, strict=True)]
+
+    def _first(self, step: _Step) -> list[torch.Tensor]:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        before = self._workspace.collectives, self._workspace.bytes_sent
+        with torch.cuda.stream(self._stream):
+            outputs = self._walk(step)
+        current.wait_stream(self._stream)
+        step.collectives = self._workspace.collectives - before[0]
+        step.bytes_sent = self._workspace.bytes_sent - before[1]
+        step.warm = True
+        self.eager += 1
+        return outputs
+
+    def _capture(self, step: _Step) -> None:
+        workspace = self._workspace
+        gc.collect()  # what a collection destroys while a stream captures could break the capture
+        torch.cuda.synchronize(workspace.device)
+        free = torch.cuda.mem_get_info(workspace.device)[0]
+        counted = workspace.collectives, workspace.bytes_sent
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # thread_local: NCCL's watchdog queries events in a thread of its own, which would end a global capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step.outputs = self._walk(step)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it is broken already; the first error says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        workspace.collectives, workspace.bytes_sent = counted  # nothing has run yet
+        step.graph = graph
+        step.bytes = max(0, free - torch.cuda.mem_get_info(workspace.device)[0])
+        log.debug(
+            "captured a %s step of %d rows: %d graphs, %d MiB",
+            step.bucket.mode,
+            step.bucket.rows,
+            self.graphs,
+            self.bytes >> 20,
+        )
+
+    def _make_room(self) -> None:
+        """Drops the buckets that were not used for longest until another may come. Graphs share one memory pool, in which
+        the next capture finds the room."""
+        while self._steps and (len(self._steps) >= self._max_graphs or self.bytes >= self._max_bytes):
+            torch.cuda.synchronize(self._workspace.device)  # it may still run
+            self._steps.popitem(last=False)
