@@ -1,11 +1,9 @@
-"""From prompts to text: SmolLM2 against transformers, the LLM class, the command line, torchrun."""
+"""From prompts to text: SmolLM2 against transformers, and the LLM class."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny_llama import answers, new_requests, save_tiny_llama
 from tokenweave import LLM, SamplingParams
-from tokenweave.engine.build import EngineArgs, engine_around
+from tokenweave.engine.build import EngineArgs, build_engine, engine_around
 from tokenweave.errors import ModelError, RequestError
 from tokenweave.models import load_model, load_tokenizer
 
 TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
-CLI = Path(sys.executable).parent / "tokenweave"
 STORY = " ".join(f"On day {day} the crew counted {3 * day} whales and wrote it down." for day in range(1, 25))
 TEXTS = [
     "The capital of France is",
@@ -231,85 +228,6 @@ def test_more_ranks_than_gpus():
         EngineArgs("x", gpus + 1, device="cuda")
 
 
-def run_cli(*arguments, timeout=120):
-    return subprocess.run([str(CLI), "generate", *arguments], capture_output=True, text=True, timeout=timeout)
-
-
-def test_cli_json_has_exactly_the_promised_keys(model, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("w10 w11\n\n  \nw12 w13 w14\n")
-    done = run_cli(
-        "--model",
-        str(model),
-        "--tp",
-        "2",
-        "--prompts-file",
-        str(prompts),
-        "--json",
-        "--max-tokens",
-        "5",
-        "--ignore-eos",
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = json.loads(done.stdout)
-    assert list(first) == ["prompt", "text", "token_ids", "finish_reason", "ttft_ms", "mode_counts"]
-    assert [first["prompt"], second["prompt"]] == ["w10 w11", "w12 w13 w14"]
-    assert len(first["token_ids"]) == 5
-    assert first["finish_reason"] == "length"
-    assert first["text"].startswith("w")
-    assert first["ttft_ms"] > 0
-    assert sum(first["mode_counts"].values()) == 5
-    assert "Traceback" not in done.stderr
-
-
-def test_cli_prints_the_text_and_then_a_table(model):
-    done = run_cli(
-        "--model",
-        str(model),
-        "--tp",
-        "2",
-        "--mode",
-        "woven",
-        "--prompt",
-        "w10 w11",
-        "--max-tokens",
-        "4",
-        "--ignore-eos",
-    )
-    assert done.returncode == 0, done.stderr
-    with LLM(model, device="cpu") as llm:
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        assert done.stdout == llm.generate("w10 w11", params)[0].outputs[0].text + "\n"
-    rows = dict(line.split("  ", 1) for line in done.stderr.splitlines())
-    assert rows["tokens"].strip() == "2 in, 4 out"
-    assert rows["prefill plan"].strip() == "woven (1 + 1 rows) x 1"
-    assert rows["decode plan"].strip() == "fused x 3"
-    assert set(rows) >= {"time to first token", "tokens/s", "prefill step", "decode step"}
-    assert "collectives" in rows["decode step"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--model", "/no/such/model", "--prompt", "x"], "/no/such/model"),
-        (["--model", "MODEL", "--prompt", "x", "--dtype", "int3"], "dtype='int3'"),
-        (["--model", "MODEL", "--prompt", "x", "--mode", "quick"], "mode='quick'"),
-        (["--model", "MODEL", "--prompt", "x", "--tp", "7"], "7 is more than the model's 6 query heads"),
-        (["--model", "MODEL", "--prompt", "w1 " * 300, "--tp", "2"], "300 tokens; the context is 128"),
-        (["--model", "MODEL", "--prompt", ""], "empty"),
-        (["--model", "MODEL", "--prompts-file", "/no/such/file"], "/no/such/file"),
-        (["--model", "MODEL", "--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
-    ],
-)
-def test_cli_errors_are_one_message_and_exit_code_2(model, arguments, match):
-    done = run_cli(*(str(model) if a == "MODEL" else a for a in arguments))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert match in done.stderr
-    assert done.stderr.startswith("tokenweave: error: ")
-    assert done.stderr.count("\n") == 1
-
-
 def test_a_script_needs_no_main_guard(model, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -326,20 +244,6 @@ def test_a_script_needs_no_main_guard(model, tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)) == 3
     assert done.stderr == ""
-
-
-def test_under_torchrun_the_processes_are_the_ranks(model):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    arguments = ["--model", str(model), "--prompt", "w10 w11", "--max-tokens", "4", "--ignore-eos", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", str(CLI), "generate"]
-    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=200, env=environment)
-    assert done.returncode == 0, done.stderr
-    (answer,) = json.loads(done.stdout)  # printed once
-    assert answer == {**answer, "prompt": "w10 w11", "finish_reason": "length"}
-    with LLM(model, device="cpu") as llm:
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        assert llm.generate("w10 w11", params)[0].outputs[0].token_ids == answer["token_ids"]
 
 
 def answer_alone(path):
@@ -365,6 +269,13 @@ def test_another_number_of_processes_than_ranks_is_an_error(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(RequestError, match=r"tensor_parallel_size=2, but .* WORLD_SIZE=3"):
         LLM(model, 2, device="cpu")
+
+
+@pytest.mark.parametrize(("device", "warned"), [("auto", True), ("cpu", False)])
+def test_too_few_gpus_for_the_ranks_are_not_passed_over_in_silence(model, monkeypatch, caplog, device, warned):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    build_engine(EngineArgs(str(model), 2, device=device, cache_tokens=8), rank=0, group=None).close()
+    assert ("2 ranks run on the CPU, because torch can use only 1 GPU" in caplog.text) is warned
 
 
 def test_importing_the_package_loads_no_torch():

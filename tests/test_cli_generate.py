@@ -1,0 +1,149 @@
+"""``tokenweave generate``: its JSON, its text and table, its errors, and as the ranks of torchrun."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiny_llama import save_tiny_llama
+from tokenweave import LLM, SamplingParams
+
+CLI = Path(sys.executable).parent / "tokenweave"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def run_cli(*arguments, timeout=120):
+    return subprocess.run([str(CLI), "generate", *arguments], capture_output=True, text=True, timeout=timeout)
+
+
+def test_cli_json_has_exactly_the_promised_keys(model, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w10 w11\n\n  \nw12 w13 w14\n")
+    done = run_cli(
+        "--model",
+        str(model),
+        "--tp",
+        "2",
+        "--prompts-file",
+        str(prompts),
+        "--json",
+        "--max-tokens",
+        "5",
+        "--ignore-eos",
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout)
+    assert list(first) == ["prompt", "text", "token_ids", "finish_reason", "ttft_ms", "mode_counts"]
+    assert [first["prompt"], second["prompt"]] == ["w10 w11", "w12 w13 w14"]
+    assert len(first["token_ids"]) == 5
+    assert first["finish_reason"] == "length"
+    assert first["text"].startswith("w")
+    assert first["ttft_ms"] > 0
+    assert sum(first["mode_counts"].values()) == 5
+    assert "Traceback" not in done.stderr
+
+
+def test_cli_prints_the_text_and_then_a_table(model):
+    done = run_cli(
+        "--model",
+        str(model),
+        "--tp",
+        "2",
+        "--mode",
+        "woven",
+        "--prompt",
+        "w10 w11",
+        "--max-tokens",
+        "4",
+        "--ignore-eos",
+    )
+    assert done.returncode == 0, done.stderr
+    with LLM(model, device="cpu") as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        assert done.stdout == llm.generate("w10 w11", params)[0].outputs[0].text + "\n"
+    rows = dict(line.split("  ", 1) for line in done.stderr.splitlines())
+    assert rows["tokens"].strip() == "2 in, 4 out"
+    assert rows["prefill plan"].strip() == "woven (1 + 1 rows) x 1"
+    assert rows["decode plan"].strip() == "fused x 3"
+    assert set(rows) >= {"time to first token", "tokens/s", "prefill step", "decode step"}
+    assert "collectives" in rows["decode step"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--model", "/no/such/model", "--prompt", "x"], "/no/such/model"),
+        (["--model", "MODEL", "--prompt", "x", "--dtype", "int3"], "dtype='int3'"),
+        (["--model", "MODEL", "--prompt", "x", "--mode", "quick"], "mode='quick'"),
+        (["--model", "MODEL", "--prompt", "x", "--tp", "7"], "7 is more than the model's 6 query heads"),
+        (["--model", "MODEL", "--prompt", "w1 " * 300, "--tp", "2"], "300 tokens; the context is 128"),
+        (["--model", "MODEL", "--prompt", ""], "empty"),
+        (["--model", "MODEL", "--prompts-file", "/no/such/file"], "/no/such/file"),
+        (["--model", "MODEL", "--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
+    ],
+)
+def test_cli_errors_are_one_message_and_exit_code_2(model, arguments, match):
+    assert_one_error(run_cli(*(str(model) if a == "MODEL" else a for a in arguments)), match)
+
+
+def assert_one_error(done, match):
+    """One message on stderr, exit code 2, nothing else."""
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert match in done.stderr
+    assert done.stderr.startswith("tokenweave: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def cut_short(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+    return path.parent
+
+
+def another_architecture(path):
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    return path.parent
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda folder: cut_short(folder / "model.safetensors", 60_000), "model.safetensors"),
+        (lambda folder: another_architecture(folder / "config.json"), "mamba"),
+    ],
+    ids=["truncated", "architecture"],
+)
+def test_cli_refuses_damaged_and_foreign_models(model, tmp_path, damage, match, tp):
+    folder = damage(Path(shutil.copytree(model, tmp_path / "damaged")))
+    done = run_cli("--model", str(folder), "--tp", tp, "--prompt", "w1")
+    assert_one_error(done, match)
+
+
+def test_cli_refuses_a_truncated_gguf_file(smollm2_gguf, tmp_path):
+    with smollm2_gguf.open("rb") as whole:
+        (tmp_path / "short.gguf").write_bytes(whole.read(50_000_000))
+    assert_one_error(run_cli("--model", str(tmp_path / "short.gguf"), "--tp", "2", "--prompt", "x"), "short.gguf")
+
+
+def test_under_torchrun_the_processes_are_the_ranks(model):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    arguments = ["--model", str(model), "--prompt", "w10 w11", "--max-tokens", "4", "--ignore-eos", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", str(CLI), "generate"]
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    (answer,) = json.loads(done.stdout)  # printed once
+    assert answer == {**answer, "prompt": "w10 w11", "finish_reason": "length"}
+    with LLM(model, device="cpu") as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        assert llm.generate("w10 w11", params)[0].outputs[0].token_ids == answer["token_ids"]
