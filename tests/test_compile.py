@@ -103,7 +103,13 @@ def test_launch_shapes_are_within_limits(ranks):
 
 def _workspace(hidden: int = 4096, ranks: int = 2, rank: int = 0, dtype: torch.dtype = torch.bfloat16):
     return SimpleNamespace(
-        hidden=hidden, world_size=ranks, rank=rank, dtype=dtype, device=torch.device("cuda", rank), max_tokens=1
+        hidden=hidden,
+        world_size=ranks,
+        rank=rank,
+        dtype=dtype,
+        device=torch.device("cuda", rank),
+        max_tokens=1,
+        transport="p2p",
     )
 
 
@@ -258,9 +264,9 @@ def test_command_prints_json(cache, capsys):
     assert printed["arch"] == "sm_90a"
     assert printed["spilling_main_variants"] == 0
     names = [kernel["kernel"] for kernel in printed["kernels"]]
-    assert names == ["add_rmsnorm", "twoshot_ring", "twoshot_registers", "oneshot"]
+    assert names == ["add_rmsnorm", "twoshot_ring", "twoshot_registers", "twoshot_multimem", "oneshot"]
     assert {"registers", "spills", "static", "dynamic", "threads", "options"} <= printed["kernels"][0].keys()
-    assert len(list(cache.iterdir())) == 4
+    assert len(list(cache.iterdir())) == 5
 
 
 def test_command_with_several_jobs_prints_a_table(cache, capsys):

@@ -1,6 +1,6 @@
 """Measures what one SM can store and load, locally and over NVLink: the limit of the fused collective at few blocks.
 
-    torchrun --nproc-per-node 2 benchmarks/sm_port/probe.py [OUT.json]
+torchrun --nproc-per-node 2 benchmarks/sm_port/probe.py [OUT.json]
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def main() -> None:
                     | {"bytes_per_clock": round(per_clock, 1)}
                 )
                 if rank == 0:
-                    print(f"{name:10s} {target:15s} {blocks} blocks: {ns:6.1f} ns/row, {per_clock:5.1f} B/clock", flush=True)
+                    print(
+                        f"{name:10s} {target:15s} {blocks} blocks: {ns:6.1f} ns/row, {per_clock:5.1f} B/clock",
+                        flush=True,
+                    )
     if rank == 0 and len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
     dist.barrier()

@@ -62,6 +62,7 @@ class Kernel:
         group_threads: threads that share a row. groups: rows at a time in a block.
         stages: rows that the ring holds, each of all ranks and the residual; 0 for the other kernels.
         emulated: 1 for peer-to-peer loops in place of the multicast instructions; for tests.
+        norm_threads: threads whose order the norm's sum follows; 0 for ``group_threads``.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Kernel:
     groups: int = 1
     stages: int = 0
     emulated: int = 0
+    norm_threads: int = 0
 
     @property
     def source(self) -> Path:
@@ -94,6 +96,7 @@ class Kernel:
         """The preprocessor definitions that select this instantiation."""
         values = {key.upper(): value for key, value in asdict(self).items() if key not in ("name", "dtype")}
         values["DTYPE"] = DTYPES[self.dtype]
+        values["NORM_THREADS"] = self.norm_threads or self.group_threads
         return [(f"TW_{key}", str(value)) for key, value in values.items()]
 
 
@@ -113,7 +116,9 @@ def compile_kernel(kernel: Instantiation, arch: str) -> Compiled:
     Raises:
         CollectiveError: ``cuda-core``/NVRTC is not installed, or the compiler refused (its log is in the message).
     """
-    key = hashlib.sha256(json.dumps([_sources(), kernel.name, kernel.defines(), arch, _versions()]).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([_sources(), kernel.name, kernel.defines(), arch, _versions()]).encode()
+    ).hexdigest()
     path = cache_dir() / f"{kernel.name}-{key[:32]}"
     return _read(path) or _write(path, _compile(kernel, arch))
 
@@ -144,6 +149,7 @@ def _compile(kernel: Instantiation, arch: str) -> Compiled:
         include_path=[str(SOURCES)],
         define_macro=kernel.defines(),
         ptxas_options=["-v"],
+        no_cache=True,  # NVRTC's own cache would answer without the assembler's report; ours keeps it
     )
     log = io.StringIO()
     try:

@@ -8,12 +8,16 @@ from collections.abc import Iterable, Iterator
 from tokenweave.collective.compile import Kernel
 from tokenweave.collective.cuda_backend import (
     BIAS,
+    FP8,
     HAS_RESIDUAL,
     POST_NORM,
     ROW_COUNT,
+    ROW_SCALES,
     ROWS,
+    UNQUANTISED,
     WEIGHT_FP32,
     WEIGHT_OFFSET,
+    multimem_kernel,
     oneshot_kernel,
     register_kernel,
     ring_kernel,
@@ -35,6 +39,9 @@ _NAMES = {
     ROWS: "rows",
     ROW_COUNT: "row_count",
     WEIGHT_OFFSET: "weight_offset",
+    FP8: "fp8",
+    ROW_SCALES: "row_scales",
+    UNQUANTISED: "unquantised",
 }
 _FAMILIES = (0, BIAS, POST_NORM, WEIGHT_OFFSET, POST_NORM | WEIGHT_OFFSET)  # plain, biased, OLMo-2, Gemma, Gemma-2
 
@@ -56,6 +63,12 @@ def option_sets(dtype: str) -> list[int]:
     return [sum(options) for options in itertools.chain(layers, embeddings)]
 
 
+def quantised_option_sets(dtype: str) -> list[int]:
+    """The same with fp8 rows: a static scale or one a row, these rows alone or the others too."""
+    kinds = (FP8, FP8 | ROW_SCALES, FP8 | UNQUANTISED, FP8 | ROW_SCALES | UNQUANTISED)
+    return [options | kind for kind in kinds for options in option_sets(dtype)]
+
+
 def instantiations(
     arch: str,
     ranks: Iterable[int] = (2, 4, 8),
@@ -67,19 +80,23 @@ def instantiations(
     """The kernels of an architecture.
 
     Args:
-        arch: ``"sm_90a"`` and so on; the ring kernel needs sm_90 or newer.
+        arch: ``"sm_90a"`` and so on; the ring and the multicast kernel need sm_90 or newer, and so do
+            fp8 rows, of these three.
         ranks, hidden, dtypes: ``"bfloat16"``, ``"float16"``, ``"float32"``; the product of them.
-        every: all of :func:`option_sets` and all rank indices; else :data:`MAIN_OPTIONS` and rank 0.
+        every: all of :func:`option_sets` and :func:`quantised_option_sets` and all rank indices; else :data:`MAIN_OPTIONS` and rank 0.
     """
-    has_ring = int(arch.removeprefix("sm_").rstrip("af")) >= 90
+    hopper = int(arch.removeprefix("sm_").rstrip("af")) >= 90
     ranks = tuple(ranks)
     for size, dtype in itertools.product(hidden, dtypes):
-        for options in option_sets(dtype) if every else (MAIN_OPTIONS,):
-            if not options & (ROWS | ROW_COUNT):
+        everything = option_sets(dtype) + (quantised_option_sets(dtype) if hopper else [])
+        for options in everything if every else (MAIN_OPTIONS,):
+            if not options & (ROWS | ROW_COUNT | FP8):
                 yield norm_kernel(size, dtype, options)
             for n in ranks:
                 for rank in range(n if every else 1):
-                    if has_ring and dtype != "float32" and (ring := ring_kernel(n, rank, size, dtype, options)):
+                    if hopper and dtype != "float32" and (ring := ring_kernel(n, rank, size, dtype, options)):
                         yield ring
                     yield register_kernel(n, rank, size, dtype, options)
+                    if hopper:
+                        yield multimem_kernel(n, rank, size, dtype, options)
                     yield oneshot_kernel(n, rank, size, dtype, options)

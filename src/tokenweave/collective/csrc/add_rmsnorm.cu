@@ -19,9 +19,10 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1024 / S::GT) add_rmsnorm(co
     for (int v = 0; v < V; ++v)
       if (math.inside(v)) res[v] = ld_global(a.residual + at + math.step(v));
   Vec h[V];
-  const float ss = math.reduce(h, [&](int, int v) { return x[v]; }, [&](int v) { return res[v]; });
+  float squares[V];
+  math.reduce(h, squares, [&](int, int v) { return x[v]; }, [&](int v) { return res[v]; });
 #pragma unroll
   for (int v = 0; v < V; ++v)
     if (math.inside(v)) st_global(a.residual + at + math.step(v), h[v]);
-  math.scale(h, math.inverse_rms(ss), [&](int v, const Vec& y) { st_global(a.out[0] + at + math.step(v), y); });
+  math.scale(h, math.inverse_rms(squares), [&](int v, const Vec& y) { st_global(a.out[0] + at + math.step(v), y); });
 }

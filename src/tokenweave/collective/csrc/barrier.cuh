@@ -32,6 +32,8 @@
 
 constexpr int MAX_RANKS = 8, MAX_BLOCKS = 256, POISON = MAX_BLOCKS;
 
+typedef u8* const Pointers[MAX_RANKS];  // one address a rank
+
 struct Args {                // the tables' first entry is the multicast address where the switch sums and stores
   const u8* x[MAX_RANKS];    // partial sums of every rank, row 0 of the call
   u8* out[MAX_RANKS];        // result rows of every rank, row 0 of the call

@@ -11,8 +11,9 @@
 #include "row.cuh"
 
 constexpr int N = TW_RANKS, RANK = TW_RANK;
-typedef Shape<N, TW_HIDDEN, (Dtype)TW_DTYPE, TW_GROUP_THREADS, 1, TW_OPTIONS> S;
+typedef Shape<N, TW_HIDDEN, (Dtype)TW_DTYPE, TW_GROUP_THREADS, 1, TW_OPTIONS, TW_NORM_THREADS> S;
 constexpr int V = S::V;
+constexpr bool HELD = S::GT <= 256 || N * V <= 20;  // what arrives fits in registers; else it is read once more for the sum
 constexpr u32 SENTINEL = S::D == Dtype::fp32 ? 0x80000000u : 0x80008000u;
 enum State : int { CALLS = POISON + 1, DONE = POISON + 2, EXTENT = POISON + 3 };  // words of Args::state after the poison word
 
@@ -21,6 +22,9 @@ DEVICE Vec announce(Vec v) {
   for (int k = 0; k < 4; ++k) v.w[k] = v.w[k] == SENTINEL ? 0u : v.w[k];
   return v;
 }
+struct Here {  // results stay on this rank
+  template <int K> static DEVICE void store(Pointers& table, size_t at, const u32 (&words)[K]) { st_global(table[RANK] + at, words); }
+};
 DEVICE bool absent(const Vec& v) { return v.w[0] == SENTINEL || v.w[1] == SENTINEL || v.w[2] == SENTINEL || v.w[3] == SENTINEL; }
 
 extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_constant__ Args a, const __grid_constant__ Inboxes inbox, int inbox_rows) {
@@ -41,15 +45,16 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
   bool ok = !poisoned(a);
   if (row < n) {
     const size_t from = source_row<S>(a, row) * S::ROW_BYTES + math.t * 16;
-    Vec x[N][V] = {}, res[V] = {};
+    Vec own[V] = {}, x[HELD ? N : 1][V] = {}, res[V] = {};
+    auto arrived = [&](int p, int v) { return ld_volatile(inbox.of[RANK] + now + p * plane + at + math.step(v)); };
 #pragma unroll
     for (int v = 0; v < V; ++v)
-      if (math.inside(v)) x[RANK][v] = announce(ld_global(a.x[RANK] + from + math.step(v)));
+      if (math.inside(v)) own[v] = announce(ld_global(a.x[RANK] + from + math.step(v)));
 #pragma unroll
     for (int k = 1; k < N; ++k)
 #pragma unroll
       for (int v = 0; v < V; ++v)
-        if (math.inside(v)) st_global(inbox.of[(RANK + k) % N] + now + RANK * plane + at + math.step(v), x[RANK][v]);
+        if (math.inside(v)) st_global(inbox.of[(RANK + k) % N] + now + RANK * plane + at + math.step(v), own[v]);
     if constexpr (has<S, HAS_RESIDUAL>)
 #pragma unroll
       for (int v = 0; v < V; ++v)
@@ -61,15 +66,13 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
 #pragma unroll
       for (int k = 1; k < N; ++k)
 #pragma unroll
-        for (int v = 0; v < V; ++v) {
-          const int p = (RANK + k) % N;
-          if (math.inside(v)) x[p][v] = ld_volatile(inbox.of[RANK] + now + p * plane + at + math.step(v));
-        }
+        for (int v = 0; v < V; ++v)
+          if (HELD && math.inside(v)) x[HELD ? (RANK + k) % N : 0][v] = arrived((RANK + k) % N, v);
 #pragma unroll
       for (int k = 1; k < N; ++k)
 #pragma unroll
         for (int v = 0; v < V; ++v)
-          if (math.inside(v) && absent(x[(RANK + k) % N][v])) { waiting = true; missing = (RANK + k) % N; }
+          if (math.inside(v) && absent(HELD ? x[HELD ? (RANK + k) % N : 0][v] : arrived((RANK + k) % N, v))) { waiting = true; missing = (RANK + k) % N; }
       if (!waiting) break;
       if (spins & 255) continue;
       if (poisoned(a)) ok = false;
@@ -77,12 +80,18 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
       if (!began) began = t;
       if (t - began > a.time_limit) { poison(a, TIME_LIMIT, START, missing, call, 0); ok = false; }
     }
+    auto part = [&](int p, int v) {
+      if (p == RANK) return own[v];
+      if constexpr (HELD) return x[p][v];
+      else return math.inside(v) ? arrived(p, v) : Vec{};
+    };
     Vec h[V];
-    const float ss = math.reduce(h, [&](int p, int v) { return x[p][v]; }, [&](int v) { return res[v]; });
+    float squares[V];
+    math.reduce(h, squares, part, [&](int v) { return res[v]; });
 #pragma unroll
     for (int v = 0; v < V; ++v)
       if (ok && math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);
-    math.write(h, math.inverse_rms(ss), row, [&](u8* const(&table)[MAX_RANKS], size_t to, const auto& words) { st_global(table[RANK] + to, words); });
+    math.write<Here>(h, math.inverse_rms(squares), row);
   }
   const int extent = a.state[EXTENT + (call + 2) % 3];  // rows that the last call left in its inbox
   for (int r = row; r < extent; r += gridDim.x)

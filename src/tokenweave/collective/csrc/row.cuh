@@ -1,8 +1,10 @@
 // What happens to one row once its partial sums are at hand: sum in rank order, bias, post-norm, residual add, one
-// rounding, RMSNorm, and, where asked for, e4m3. All kernels share it, with the same threads per row for a given hidden size, so a row's bits do not
-// depend on the kernel, on its owner or on the rest of the batch.
+// rounding, RMSNorm, and, where asked for, e4m3. All kernels share it.
 //
-// A row belongs to a group of GT threads; thread t holds the 16-byte vectors t, GT + t, 2 GT + t, ...
+// A row belongs to a group of GT threads; thread t holds the 16-byte vectors t, GT + t, 2 GT + t, ... The norm's sum of
+// squares has one order for a given hidden size: within a vector, then over the vectors j, NT + j, 2 NT + j, ... for each j
+// below NT, then over the j by a butterfly within 32 and one after the other. So a row's bits do not depend on the kernel,
+// on its threads, on its owner or on the rest of the batch.
 #pragma once
 #include "barrier.cuh"
 #include "numeric.cuh"
@@ -10,19 +12,21 @@
 enum Option : int { HAS_RESIDUAL = 1, BIAS = 2, POST_NORM = 4, WEIGHT_FP32 = 8, ROWS = 16, ROW_COUNT = 32, WEIGHT_OFFSET = 64,
                     FP8 = 128 /* e4m3 rows */, ROW_SCALES = 256 /* each has its own scale */, UNQUANTISED = 512 /* the other rows too */ };
 
-template <int N_, int H_, Dtype D_, int GT_, int GROUPS_, int OPTIONS_> struct Shape {
-  static constexpr int N = N_, H = H_, GT = GT_, GROUPS = GROUPS_, OPTIONS = OPTIONS_;
+template <int N_, int H_, Dtype D_, int GT_, int GROUPS_, int OPTIONS_, int NT_ = GT_> struct Shape {
+  static constexpr int N = N_, H = H_, GT = GT_, GROUPS = GROUPS_, OPTIONS = OPTIONS_, NT = NT_;
   static constexpr Dtype D = D_;
   typedef Numeric<D> Num;
   static constexpr int E = Num::ELEMENTS, ROW_BYTES = H * Num::BYTES, VECS = ROW_BYTES / 16, V = (VECS + GT - 1) / GT;
   static constexpr int WARPS = GT / 32;
   static constexpr bool FULL = VECS == V * GT;  // no thread runs past the row's end
   static_assert(H % 8 == 0 && GT % 32 == 0, "hidden is a multiple of 8, a group is whole warps");
+  static_assert(NT == GT || (NT < GT && NT % 32 == 0 && GROUPS == 1), "only a lone group may have more threads than the norm's sum");
 };
 template <class S, int OPTION> constexpr bool has = (S::OPTIONS & OPTION) != 0;
 
 template <class S> struct Reduction {  // two slots that take turns, so that one barrier a sum is enough
   float slot[S::GROUPS][2][S::WARPS];  // whatever is reduced: one after the other
+  float vectors[S::NT == S::GT ? 1 : S::VECS];
 };
 
 template <class S> struct RowMath {
@@ -68,12 +72,12 @@ template <class S> struct RowMath {
   // The same bits in every thread of the group.
   DEVICE float group_sum(float s) { return across_warps(warp_sum(s), [](float a, float b) { return a + b; }); }
   DEVICE float group_max(float m) { return across_warps(warp_max(m), max_nan); }  // of values without a sign
-  DEVICE float inverse_rms(float sum_of_squares) { return rsqrtf(group_sum(sum_of_squares) * (1.0f / S::H) + a.eps); }
+  // squares[v]: the sum of squares of my v-th vector.
+  DEVICE float inverse_rms(const float (&squares)[V]) { return rsqrtf(total(squares) * (1.0f / S::H) + a.eps); }
 
   // h: the new residual, rounded once. x(p, v): the v-th vector of rank p's partial sums; residual(v): of the old residual.
-  // Returns my share of h's sum of squares.
-  template <class X, class Residual> DEVICE float reduce(Vec (&h)[V], X x, Residual residual) {
-    float ss = 0;
+  // squares[v]: the sum of squares of its v-th vector.
+  template <class X, class Residual> DEVICE void reduce(Vec (&h)[V], float (&squares)[V], X x, Residual residual) {
     if constexpr (!has<S, POST_NORM>) {
 #pragma unroll
       for (int v = 0; v < V; ++v) {
@@ -81,17 +85,17 @@ template <class S> struct RowMath {
         sum_partials(acc, x, v);
         if constexpr (has<S, HAS_RESIDUAL>) Num::add(acc, residual(v));
         h[v] = Num::pack(acc);
-        ss = squares(ss, h[v]);
+        Num::unpack(acc, h[v]);
+        squares[v] = sum_of_squares(acc);
       }
     } else {
-      float acc[V][E], post = 0;
+      float acc[V][E];
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         sum_partials(acc[v], x, v);
-#pragma unroll
-        for (int k = 0; k < E; ++k) post = fmaf(acc[v][k], acc[v][k], post);
+        squares[v] = sum_of_squares(acc[v]);
       }
-      const float inv = inverse_rms(post);
+      const float inv = inverse_rms(squares);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         float w[E];
@@ -101,10 +105,10 @@ template <class S> struct RowMath {
         multiply(acc[v], w);
         if constexpr (has<S, HAS_RESIDUAL>) Num::add(acc[v], residual(v));
         h[v] = Num::pack(acc[v]);
-        ss = squares(ss, h[v]);
+        Num::unpack(acc[v], h[v]);
+        squares[v] = sum_of_squares(acc[v]);
       }
     }
-    return ss;
   }
   // store(v, y): the v-th vector of the normalised row.
   template <class Store> DEVICE void scale(const Vec (&h)[V], float inv, Store store) const {
@@ -116,18 +120,18 @@ template <class S> struct RowMath {
     }
   }
   // The normalised row in all forms that the options ask for. `row`: where the result has it.
-  // store(table, at, words): 1, 2 or 4 words to byte `at` of the table's destinations.
-  template <class Store> DEVICE void write(const Vec (&h)[V], float inv, int row, Store store) {
+  // To::store(table, at, words): 1, 2 or 4 words to byte `at` of the table's destinations.
+  template <class To> DEVICE void write(const Vec (&h)[V], float inv, int row) {
     const size_t out = (size_t)row * S::ROW_BYTES + t * 16;
     if constexpr (!has<S, FP8>) {
-      scale(h, inv, [&](int v, const Vec& y) { store(a.out, out + step(v), y.w); });
+      scale(h, inv, [&](int v, const Vec& y) { To::store(a.out, out + step(v), y.w); });
     } else {
       float y[V][E], most = 0;
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         normalise(y[v], h[v], inv, v);
         if constexpr (has<S, UNQUANTISED>)
-          if (inside(v)) store(a.out, out + step(v), Num::pack(y[v]).w);
+          if (inside(v)) To::store(a.out, out + step(v), Num::pack(y[v]).w);
         if constexpr (has<S, ROW_SCALES>)
 #pragma unroll
           for (int k = 0; k < E; ++k) most = max_nan(most, fabsf(y[v][k]));
@@ -136,15 +140,43 @@ template <class S> struct RowMath {
       if constexpr (has<S, ROW_SCALES>) {
         scale_of_row = max_nan(group_max(most) / E4M3_MAX, E4M3_LEAST_SCALE);
         const u32 word[1] = {__float_as_uint(scale_of_row)};
-        if (t == 0) store(a.scales, (size_t)row * 4, word);
+        if (t == 0) To::store(a.scales, (size_t)row * 4, word);
       } else {
         scale_of_row = *a.scale;
       }
-      write_e4m3(y, 1.0f / scale_of_row, (size_t)row * S::H, store);
+      write_e4m3<To>(y, 1.0f / scale_of_row, (size_t)row * S::H);
     }
   }
 
  private:
+  DEVICE float total(const float (&squares)[V]) {
+    if constexpr (S::NT == S::GT) {
+      float s = squares[0];
+#pragma unroll
+      for (int v = 1; v < V; ++v) s += squares[v];
+      return group_sum(s);
+    } else {  // more threads than NT: the first NT add the vectors as they would if there were no others
+#pragma unroll
+      for (int v = 0; v < V; ++v)
+        if (inside(v)) shared.vectors[v * S::GT + t] = squares[v];
+      __syncthreads();
+      float* slot = shared.slot[0][parity];
+      parity ^= 1;
+      if (t < S::NT) {
+        float s = shared.vectors[t];
+#pragma unroll
+        for (int j = S::NT; j < S::VECS; j += S::NT)
+          if (S::VECS % S::NT == 0 || j + t < S::VECS) s += shared.vectors[j + t];
+        s = warp_sum(s);
+        if ((t & 31) == 0) slot[t / 32] = s;
+      }
+      __syncthreads();
+      float s = 0;
+#pragma unroll
+      for (int k = 0; k < S::NT / 32; ++k) s += slot[k];
+      return s;
+    }
+  }
   template <class Combine> DEVICE float across_warps(float s, Combine combine) {
     if constexpr (S::WARPS > 1) {
       float* slot = shared.slot[group][parity];
@@ -167,7 +199,7 @@ template <class S> struct RowMath {
     multiply(y, w);
   }
   // Neighbouring threads swap halves where they can, so that each stores one vector of twice the size instead of two.
-  template <class Store> DEVICE void write_e4m3(const float (&y)[V][E], float factor, size_t row, Store store) const {
+  template <class To> DEVICE void write_e4m3(const float (&y)[V][E], float factor, size_t row) const {
     constexpr int W = E / 4;  // words of a vector's elements
     u32 q[V][W];
 #pragma unroll
@@ -187,12 +219,12 @@ template <class S> struct RowMath {
           both[k] = odd ? other : q[v][k];
           both[W + k] = odd ? q[v + 1][k] : other;
         }
-        if (inside(v + odd)) store(a.fp8, at(v + odd, t & ~1), both);
+        if (inside(v + odd)) To::store(a.fp8, at(v + odd, t & ~1), both);
       }
     } else {
 #pragma unroll
       for (int v = 0; v < V; ++v)
-        if (inside(v)) store(a.fp8, at(v, t), q[v]);
+        if (inside(v)) To::store(a.fp8, at(v, t), q[v]);
     }
   }
   template <class X> DEVICE void sum_partials(float (&acc)[E], X x, int v) const {
@@ -206,12 +238,11 @@ template <class S> struct RowMath {
       for (int k = 0; k < E; ++k) acc[k] += b[k];
     }
   }
-  static DEVICE float squares(float ss, const Vec& h) {
-    float f[E];
-    Num::unpack(f, h);
+  static DEVICE float sum_of_squares(const float (&f)[E]) {
+    float s = f[0] * f[0];
 #pragma unroll
-    for (int k = 0; k < E; ++k) ss = fmaf(f[k], f[k], ss);
-    return ss;
+    for (int k = 1; k < E; ++k) s = fmaf(f[k], f[k], s);
+    return s;
   }
 };
 

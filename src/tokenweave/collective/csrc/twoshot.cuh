@@ -1,8 +1,8 @@
 // Two-shot all-reduce + residual + RMSNorm with plain loads and stores: one body for peers' memory and for multicast.
 //
-// `Link` says how a vector comes from all ranks and how words go to all of them:
-//   PARTS                          vectors that `load` returns: every rank's, or one, their sum
-//   load<S>(x, math, a, at)        x[PARTS][V]: my vectors of the row whose first one is at byte `at` of the partial sums
+// `Link` says how vectors come from all ranks and how words go to all of them:
+//   PARTS                          1 or N: whether the sum is made on the way
+//   load<S>(a, p, at)              the 16 bytes at byte `at` of rank p's partial sums, or of the sum
 //   store(table, at, words)        1, 2 or 4 words to byte `at` of what the table points to on every rank
 //   ALIASED                        whether it uses multicast addresses: see barrier.cuh
 #pragma once
@@ -15,6 +15,7 @@ template <class Link> DEVICE void twoshot(const Args& a) {
   typedef Shape<Link::PARTS, TW_HIDDEN, (Dtype)TW_DTYPE, TW_GROUP_THREADS, GROUPS, TW_OPTIONS> S;
   typedef Shape<N, TW_HIDDEN, (Dtype)TW_DTYPE, TW_GROUP_THREADS, GROUPS, TW_OPTIONS> Whole;
   constexpr int V = S::V;
+  constexpr bool AHEAD = Link::PARTS <= 5;  // all of a row's loads before the first sum; more ranks than that don't fit in registers
   __shared__ Reduction<S> reduction;
   __shared__ int arrived;
   u32 epoch = 0;
@@ -36,18 +37,28 @@ template <class Link> DEVICE void twoshot(const Args& a) {
   for (int i = blockIdx.x * GROUPS + math.group; i < owned.count; i += gridDim.x * GROUPS) {
     const int row = owned.first + i;
     const size_t from = source_row<S>(a, row) * S::ROW_BYTES + math.t * 16;
-    Vec x[Link::PARTS][V] = {}, res[V] = {};
-    Link::template load<S>(x, math, a, from);
+    Vec x[AHEAD ? Link::PARTS : 1][V] = {}, res[V] = {};
+    if constexpr (AHEAD)
+#pragma unroll
+      for (int k = 1; k <= Link::PARTS; ++k)  // the peers first: their data is far away
+#pragma unroll
+        for (int v = 0; v < V; ++v)
+          if (math.inside(v)) x[(RANK + k) % Link::PARTS][v] = Link::template load<S>(a, (RANK + k) % Link::PARTS, from + math.step(v));
+    auto part = [&](int p, int v) {
+      if constexpr (AHEAD) return x[p][v];
+      else return math.inside(v) ? Link::template load<S>(a, p, from + math.step(v)) : Vec{};
+    };
     if constexpr (has<S, HAS_RESIDUAL>)
 #pragma unroll
       for (int v = 0; v < V; ++v)
         if (math.inside(v)) res[v] = ld_global(a.residual + from + math.step(v));
     Vec h[V];
-    const float ss = math.reduce(h, [&](int p, int v) { return x[p][v]; }, [&](int v) { return res[v]; });
+    float squares[V];
+    math.reduce(h, squares, part, [&](int v) { return res[v]; });
 #pragma unroll
     for (int v = 0; v < V; ++v)
       if (math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);
-    math.write(h, math.inverse_rms(ss), row, [&](u8* const(&table)[MAX_RANKS], size_t at, const auto& words) { Link::store(table, at, words); });
+    math.template write<Link>(h, math.inverse_rms(squares), row);
   }
   if constexpr (Link::ALIASED) fence_proxy_alias();
   __syncthreads();

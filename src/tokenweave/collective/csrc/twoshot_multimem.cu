@@ -8,12 +8,8 @@
 struct Switch {
   static constexpr int PARTS = 1;
   static constexpr bool ALIASED = true;
-  template <class S> static DEVICE void load(Vec (&x)[1][S::V], const RowMath<S>& math, const Args& a, size_t at) {
-#pragma unroll
-    for (int v = 0; v < S::V; ++v)
-      if (math.inside(v)) x[0][v] = load_sum<S>(a, at + math.step(v));
-  }
-  template <int K> static DEVICE void store(u8* const (&table)[MAX_RANKS], size_t at, const u32 (&words)[K]) { store_all(table, at, words); }
+  template <class S> static DEVICE Vec load(const Args& a, int, size_t at) { return load_sum<S>(a, at); }
+  template <int K> static DEVICE void store(Pointers& table, size_t at, const u32 (&words)[K]) { store_all(table, at, words); }
 
  private:
 #if TW_EMULATED
@@ -24,7 +20,7 @@ struct Switch {
     for (int p = 1; p < N; ++p) S::Num::add(sum, ld_global(a.x[p] + at));
     return S::Num::pack(sum);
   }
-  template <int K> static DEVICE void store_all(u8* const (&table)[MAX_RANKS], size_t at, const u32 (&words)[K]) {
+  template <int K> static DEVICE void store_all(Pointers& table, size_t at, const u32 (&words)[K]) {
 #pragma unroll
     for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, words);
   }
@@ -34,7 +30,7 @@ struct Switch {
     else if constexpr (S::D == Dtype::fp16) return multimem_ld_reduce_fp16(a.x[0] + at);
     else return multimem_ld_reduce_fp32(a.x[0] + at);
   }
-  template <int K> static DEVICE void store_all(u8* const (&table)[MAX_RANKS], size_t at, const u32 (&words)[K]) { multimem_st(table[0] + at, words); }
+  template <int K> static DEVICE void store_all(Pointers& table, size_t at, const u32 (&words)[K]) { multimem_st(table[0] + at, words); }
 #endif
 };
 

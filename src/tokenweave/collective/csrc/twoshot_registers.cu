@@ -5,14 +5,8 @@
 struct Peers {
   static constexpr int PARTS = N;
   static constexpr bool ALIASED = false;
-  template <class S> static DEVICE void load(Vec (&x)[N][S::V], const RowMath<S>& math, const Args& a, size_t at) {
-#pragma unroll
-    for (int k = 1; k <= N; ++k)  // the peers first: their data is far away
-#pragma unroll
-      for (int v = 0; v < S::V; ++v)
-        if (math.inside(v)) x[(RANK + k) % N][v] = ld_global(a.x[(RANK + k) % N] + at + math.step(v));
-  }
-  template <int K> static DEVICE void store(u8* const (&table)[MAX_RANKS], size_t at, const u32 (&words)[K]) {
+  template <class S> static DEVICE Vec load(const Args& a, int p, size_t at) { return ld_global(a.x[p] + at); }
+  template <int K> static DEVICE void store(Pointers& table, size_t at, const u32 (&words)[K]) {
 #pragma unroll
     for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, words);
   }

@@ -12,6 +12,12 @@ constexpr int V = S::V, GROUPS = S::GROUPS, PRODUCER = GROUPS * S::WARPS;
 constexpr u32 STAGE_BYTES = (N + 1) * S::ROW_BYTES;  // a row of every rank, in rank order, then the residual's
 constexpr u32 LOAD_BYTES = (N + has<S, HAS_RESIDUAL>) * S::ROW_BYTES;
 
+struct Everyone {
+  template <int K> static DEVICE void store(Pointers& table, size_t at, const u32 (&words)[K]) {
+#pragma unroll
+    for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, words);
+  }
+};
 DEVICE void wait(u64* barrier, u32 parity, const volatile int& arrived) {
   while (!mbarrier_try_wait(barrier, parity) && arrived >= 0) {}
 }
@@ -82,17 +88,15 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
       if (arrived < 0) break;
       auto staged = [&](int p, int v) { return math.inside(v) ? *reinterpret_cast<const Vec*>(stage + p * S::ROW_BYTES + math.step(v)) : Vec{}; };
       Vec h[V];
-      const float ss = math.reduce(h, staged, [&](int v) { return staged(N, v); });
+      float squares[V];
+      math.reduce(h, squares, staged, [&](int v) { return staged(N, v); });
 #pragma unroll
       for (int v = 0; v < V; ++v)
         if (math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);
-      const float inv = math.inverse_rms(ss);  // its barrier: every thread of the group has read the stage
+      const float inv = math.inverse_rms(squares);  // its barrier: every thread of the group has read the stage
       if constexpr (S::WARPS == 1) __syncwarp();
       if (math.t == 0) mbarrier_arrive(&empty[s]);
-      math.write(h, inv, row_of(i), [&](u8* const(&table)[MAX_RANKS], size_t at, const auto& words) {
-#pragma unroll
-        for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, words);
-      });
+      math.write<Everyone>(h, inv, row_of(i));
       s += GROUPS;
       if (s >= depth) { s -= depth; phase ^= 1; }
     }
