@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +84,23 @@ def test_faults_of_the_program_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(doctor, "run", _raise(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
+def test_a_full_disk_is_an_error():
+    command = [sys.executable, "-m", "tokenweave", "doctor"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "tokenweave: error: the output: No space left on device; make room and try again\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed):
+    command = f"{sys.executable} -m tokenweave doctor {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stderr == b""
 
 
 def test_a_reader_that_went_away_is_no_error():

@@ -1,5 +1,6 @@
 """``tokenweave generate``: its JSON, its text and table, its errors, and as the ranks of torchrun."""
 
+import argparse
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import pytest
 
 from tiny_llama import save_tiny_llama
 from tokenweave import LLM, SamplingParams
+from tokenweave.cli import generate
 
 CLI = Path(sys.executable).parent / "tokenweave"
 
@@ -75,6 +77,13 @@ def test_cli_prints_the_text_and_then_a_table(model):
     assert rows["decode plan"].strip() == "fused x 3"
     assert set(rows) >= {"time to first token", "tokens/s", "prefill step", "decode step"}
     assert "collectives" in rows["decode step"]
+
+
+def test_a_prompts_file_is_cut_at_line_feeds_alone(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_bytes("\ufeffone \u2028 line\r\n\n  \ntwo\x0b\x85lines\n".encode())
+    arguments = argparse.Namespace(prompt=None, prompts_file=file)
+    assert generate._prompts(arguments) == ["one \u2028 line", "two\x0b\x85lines"]
 
 
 @pytest.mark.parametrize(

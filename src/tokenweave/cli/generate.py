@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,12 +51,13 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; 0."""
     prompts = _prompts(args)
+    from tokenweave.engine.local import environment_number
     from tokenweave.engine.sampling import SamplingParams
     from tokenweave.llm import LLM, Token
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = environment_number("WORLD_SIZE", 1)
     tp = world_size if args.tp is None else args.tp
-    speaks = int(os.environ.get("RANK", "0")) == 0 or world_size == 1  # of torchrun's processes only the first
+    speaks = environment_number("RANK", 0) == 0 or world_size == 1  # of torchrun's processes only the first
     streams = speaks and len(prompts) == 1 and not args.json
     params = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
@@ -149,7 +149,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         return [args.prompt]
     path = Path(args.prompts_file)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Only line feeds end a line: a prompt may hold the others of Unicode. A byte order mark belongs to no prompt.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--prompts-file {path}: cannot be read as UTF-8 text: {error}") from None
     prompts = [line for line in lines if line.strip()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: argparse printed help, the version or a usage error.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    _open_closed_streams()
     try:
         args = _parser(argv).parse_args(argv)
         code = int(args.run(args))
@@ -50,8 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # e.g. `| head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains again
+        _discard_output()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_output()
+        return _fail(f"{error.filename or 'the output'}: {error.strerror}; make room and try again")
+
+
+def _open_closed_streams() -> None:
+    """What the caller closed (``>&-``) goes nowhere: sockets must not take the numbers that libraries print to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one's, unless something took it
+            setattr(sys, name, os.fdopen(null if null == number else os.dup(null), "w" if number else "r"))
+
+
+def _discard_output() -> None:
+    """Else the flush at exit complains again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

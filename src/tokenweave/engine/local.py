@@ -39,7 +39,7 @@ def under_torchrun(tensor_parallel_size: int) -> bool:
     Raises:
         RequestError: it is one of another number of ranks.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = environment_number("WORLD_SIZE", 1)
     if world_size == 1 or "RANK" not in os.environ or tensor_parallel_size == 1:
         return False
     if world_size != tensor_parallel_size:
@@ -47,7 +47,20 @@ def under_torchrun(tensor_parallel_size: int) -> bool:
             f"tensor_parallel_size={tensor_parallel_size}, but this process was started as one of WORLD_SIZE={world_size} "
             f"ranks: start {tensor_parallel_size} processes, or one alone, which starts its own"
         )
+    if not 0 <= (rank := environment_number("RANK", 0)) < world_size:
+        raise RequestError(f"RANK={rank} in the environment; expected 0 to {world_size - 1}, below WORLD_SIZE")
     return True
+
+
+def environment_number(name: str, default: int) -> int:
+    """A variable that torchrun sets. Raises RequestError if it is no whole number."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise RequestError(
+            f"{name}={text!r} in the environment; expected a whole number, as torchrun sets it"
+        ) from None
 
 
 class LocalRank:
@@ -69,7 +82,12 @@ class LocalRank:
         rank, group = 0, None
         if args.tensor_parallel_size > 1:
             if not dist.is_initialized():
-                dist.init_process_group(args.backend)
+                try:
+                    dist.init_process_group(args.backend)
+                except ValueError as error:  # a variable is missing
+                    raise RequestError(
+                        f"{error}; start the ranks with torchrun, or unset RANK and WORLD_SIZE"
+                    ) from None
                 self._started_group = True
             rank, group = dist.get_rank(), dist.group.WORLD
         elif dist.is_initialized():  # for something else of the user's: WORLD is not ours
