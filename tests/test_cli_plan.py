@@ -37,6 +37,7 @@ def test_command_explains_in_text(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "h300", "--tokens", "5"], "no GPU 'h300'"),
         (["--tokens", "5,x"], "whole numbers separated by commas"),
         (["--tokens", "0"], "a step of 0 tokens"),
+        (["--tokens", "1000000000"], "a step of 1000000000 tokens; expected at most 4194304"),
         (["--tokens", "5", "--tp", "10"], "9 query heads"),
         (["--tokens", "5", "--transport", "multimem", "--gpu", "l40s"], "cannot work on l40s"),
     ],

@@ -271,6 +271,31 @@ def test_another_number_of_processes_than_ranks_is_an_error(model, monkeypatch):
         LLM(model, 2, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("environment", "match"),
+    [
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two' in the environment; expected a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK='x' in the environment"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment; expected 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR expected, but not set; start the ranks with torchrun"),
+    ],
+)
+def test_a_broken_torchrun_environment_is_an_error(model, monkeypatch, environment, match):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError, match=match):
+        LLM(model, 2, device="cpu")
+
+
+@pytest.mark.parametrize("argument", ["max_batch_tokens", "cache_tokens"])
+@pytest.mark.parametrize("value", [10**13, 2**70])
+def test_more_memory_than_there_is(model, argument, value):
+    with pytest.raises(RequestError, match=rf"{argument}={value}.* GiB on each rank, and .* GiB are free; lower them"):
+        LLM(model, device="cpu", **{argument: value})
+
+
 @pytest.mark.parametrize(("device", "warned"), [("auto", True), ("cpu", False)])
 def test_too_few_gpus_for_the_ranks_are_not_passed_over_in_silence(model, monkeypatch, caplog, device, warned):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -156,8 +156,9 @@ def engine_around(
     context = config.context if args.max_context is None else args.max_context
     if context > config.context:
         raise RequestError(f"max_context={context}; this model's context is {config.context} tokens")
-    workspace = Workspace(group, max_tokens=args.max_batch_tokens, hidden=config.hidden, dtype=dtype, device=device)
     row_bytes = 2 * config.layers * model.kv_heads_local * config.head_dim * dtype.itemsize
+    _check_memory(args, row_bytes, config.hidden * dtype.itemsize, device)
+    workspace = Workspace(group, max_tokens=args.max_batch_tokens, hidden=config.hidden, dtype=dtype, device=device)
     cache_rows = args.cache_tokens
     if cache_rows is None:
         cache_rows = _agreed(min(args.max_num_seqs * context, _cache_bytes(device, args) // row_bytes), group, device)
@@ -208,11 +209,27 @@ def plan_function(args: EngineArgs, config: ModelConfig, transport: str) -> Call
     return plan
 
 
+def _check_memory(args: EngineArgs, cache_row_bytes: int, row_bytes: int, device: torch.device) -> None:
+    """Raises RequestError where what was asked for can't be allocated: the cache, and the workspace with the residual."""
+    needed = 5 * args.max_batch_tokens * row_bytes + (args.cache_tokens or 0) * cache_row_bytes
+    free = _free_bytes(device, args)
+    if needed > free:
+        raise RequestError(
+            f"max_batch_tokens={args.max_batch_tokens}, cache_tokens={args.cache_tokens}: they need "
+            f"{needed / 2**30:.1f} GiB on each rank, and {free / 2**30:.1f} GiB are free; lower them"
+        )
+
+
 def _cache_bytes(device: torch.device, args: EngineArgs) -> int:
     """What this rank's cache may take."""
+    return int(_CACHE_SHARE[device.type] * _free_bytes(device, args))
+
+
+def _free_bytes(device: torch.device, args: EngineArgs) -> int:
+    """What this rank may still allocate: its GPU's free memory, or its share of the machine's."""
     if device.type == "cuda":
-        return int(_CACHE_SHARE["cuda"] * torch.cuda.mem_get_info(device)[0])
-    return int(_CACHE_SHARE["cpu"] * _available_memory() / args.tensor_parallel_size)
+        return torch.cuda.mem_get_info(device)[0]
+    return _available_memory() // args.tensor_parallel_size
 
 
 def _available_memory() -> int:

@@ -27,6 +27,7 @@ GAIN = 0.98  # a woven step must promise to take at most this share of the best 
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
 CACHED_PLANS = 8192
+MOST_TOKENS = 2**22  # a table of the GEMMs' times reaches as far as the longest step asked for
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ class Planner:
     ) -> tuple[Batch, Mode | None, bool]:
         if tokens < 1:
             raise RequestError(f"a step of {tokens} tokens; expected 1 or more")
+        if tokens > MOST_TOKENS:
+            raise RequestError(f"a step of {tokens} tokens; expected at most {MOST_TOKENS}: no GPU holds more at once")
         batch = Batch(runs_of([(tokens, context)] if sequences is None else sequences))
         if batch.tokens != tokens:
             raise RequestError(f"the sequences have {batch.tokens} rows together; the step has {tokens}")
