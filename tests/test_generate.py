@@ -1,6 +1,7 @@
 """From prompts to text: SmolLM2 against transformers, and the LLM class."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -287,6 +288,40 @@ def test_a_broken_torchrun_environment_is_an_error(model, monkeypatch, environme
         monkeypatch.setenv(name, value)
     with pytest.raises(RequestError, match=match):
         LLM(model, 2, device="cpu")
+
+
+def test_one_call_at_a_time(llms):
+    for llm in llms:
+        expected = llm.generate("w10 w11", GREEDY)[0].outputs
+        refused = []
+
+        def call_again(token, llm=llm, refused=refused):
+            with pytest.raises(RequestError, match="this LLM is generating already"):
+                llm.generate("w1", GREEDY)
+            refused.append(token)
+
+        assert llm.generate("w10 w11", GREEDY, on_token=call_again)[0].outputs == expected
+        assert len(refused) == len(expected[0].token_ids)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_cannot_use_the_llm_and_does_not_end_it(llms):
+    for llm in llms:
+        child = os.fork()
+        if not child:
+            try:
+                llm.generate("w1", GREEDY)
+            except RequestError as error:
+                os._exit(0 if "of which this one is a fork" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert llm.generate("w1", GREEDY)
+
+
+@pytest.mark.parametrize("messages", ["hello", ["hello"], [["hello"]]])
+def test_a_chat_without_roles_is_an_error(llms, messages):
+    with pytest.raises(RequestError, match=r"a conversation is .*; expected messages"):
+        llms[0].chat(messages)
 
 
 @pytest.mark.parametrize("argument", ["max_batch_tokens", "cache_tokens"])

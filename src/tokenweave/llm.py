@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -142,6 +143,8 @@ class LLM:
         self._seed = seed
         self._requests = 0
         self._ranks: Ranks | None = None
+        self._owner = os.getpid()
+        self._generating = threading.Lock()
         # What can be told from the files alone is told before any rank starts.
         shard_of(read_config(self.args.model), 0, tensor_parallel_size)
         self.tokenizer = load_tokenizer(self.args.model)
@@ -172,9 +175,23 @@ class LLM:
             one output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: a prompt can never be served as given; none was begun, and the LLM can still be used.
+            RequestError: a prompt can never be served as given; none was begun, and the LLM can still be used. Also
+                where another thread, or ``on_token`` itself, calls this before the first call has returned.
             RankDied: a rank's process ended; the LLM is closed.
         """
+        if not self._generating.acquire(blocking=False):  # two calls' tokens would be mixed up
+            raise RequestError("this LLM is generating already; give one call all prompts, or each thread its own LLM")
+        try:
+            return self._generate(prompts, sampling_params, on_token)
+        finally:
+            self._generating.release()
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        on_token: Callable[[Token], None] | None,
+    ) -> list[RequestOutput]:
         ranks = self._open()
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         requests = self._requests_of(listed, sampling_params)
@@ -213,6 +230,10 @@ class LLM:
         several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for conversation in several:
+            if isinstance(conversation, str) or not all(isinstance(message, Mapping) for message in conversation):
+                raise RequestError(
+                    f'a conversation is {conversation!r:.80}; expected messages {{"role": ..., "content": ...}} in a list'
+                )
             text = self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
             # The template writes the special tokens itself.
             ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -236,6 +257,10 @@ class LLM:
     def _open(self) -> Ranks:
         if self._ranks is None:
             raise RequestError("this LLM is closed; create a new one")
+        if os.getpid() != self._owner:  # both would read the same ranks' answers
+            raise RequestError(
+                f"this LLM belongs to process {self._owner}, of which this one is a fork; create a new one"
+            )
         return self._ranks
 
     def _requests_of(
