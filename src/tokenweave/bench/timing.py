@@ -82,19 +82,22 @@ class GraphClock:
 
     Args:
         group: the ranks. device: this rank's GPU, the current one.
+
+    Attributes:
+        stream: captures.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._meet = torch.zeros(1, device=device)
-        self._stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
         self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def capture(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
         """``calls`` calls in a row as one graph. ``call`` must have run before: nothing may be set up in a capture."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             # thread_local: NCCL's watchdog thread queries events meanwhile, which would end a global capture.
             graph.capture_begin(capture_error_mode="thread_local")
             try:

@@ -1,4 +1,5 @@
-"""``tokenweave bench kernel``: the fused collective against its rivals, in one run, on this machine's GPUs."""
+"""``tokenweave bench``: the fused collective against its rivals (``kernel``), a prefill step (``latency``), on this
+machine's GPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tokenweave.cli import bench_latency
 from tokenweave.errors import RequestError
 
 _TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
@@ -33,12 +35,15 @@ def add_parser(subparsers: Any) -> None:
     kernel.add_argument("--json", type=Path, metavar="FILE", help="write the result, after each size")
     kernel.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.svg, .png or .pdf)")
     kernel.add_argument("--time-limit", type=float, default=900, help="seconds until the ranks are ended (default 900)")
+    bench_latency.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures on ranks of its own, or as one rank of torchrun's."""
     from tokenweave.bench import launch
 
+    if args.bench == "latency":
+        return bench_latency.run(args)
     _check(args)
     if args.plot is not None:
         from tokenweave.bench.plots import require_matplotlib

@@ -251,7 +251,7 @@ class StepGraphs:
 
     def _fill(self, step: _Step, ranges: Sequence[RowRange]) -> None:
         """Copies the step's rows into its buffer; the host does not wait."""
-        host = torch.empty(step.buffer.shape, dtype=torch.int64, pin_memory=True)
+        host = torch.empty(step.buffer.shape, dtype=torch.int64, pin_memory=step.buffer.is_cuda)
         shapes = [split.shape for split in step.bucket.splits]
         for part, shape, given in zip(host.split([s.words for s in shapes]), shapes, ranges, strict=True):
             shape.fill(part, given, past=0 if step.gather is not None else shape.rows)

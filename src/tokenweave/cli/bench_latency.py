@@ -1,0 +1,181 @@
+"""``tokenweave bench latency``: a prefill step in every mode, in one run, on this machine's GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenweave.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from tokenweave.models import Model
+
+_MODES = "sequential,fused,woven,auto,no_comm"
+_VALUES = ("model", "tp", "tokens", "modes", "layers", "dtype", "rounds", "seed", "sustain", "json", "time_limit")
+_FLAGS = ("dummy", "sweep")
+
+
+def add_parser(kinds: Any) -> None:
+    summary = "a prefill step: sequential, fused, woven, and the bound without communication"
+    parser = kinds.add_parser("latency", help=summary, description=f"Measure {summary}, in one run.")
+    parser.add_argument("--model", required=True, help="folder, .gguf file, or the name of a built-in configuration")
+    parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
+    parser.add_argument("--tokens", default="512,1024,2048,4096,8192", help="of the prompt (default %(default)s)")
+    parser.add_argument("--modes", default=_MODES, help="default %(default)s")
+    parser.add_argument("--layers", type=int, help="so many layers only (default: all)")
+    parser.add_argument("--dummy", action="store_true", help="random weights, made on the GPUs; implied by a name")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--sweep", action="store_true", help="try cuts, blocks, clusters and SM budgets; show the best")
+    parser.add_argument("--rounds", type=int, default=20, help="paired rounds, at least 20 (default %(default)s)")
+    parser.add_argument(
+        "--sustain", type=float, default=0.0, help="seconds a mode back to back, for its power (default 0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights, tokens and the order of the modes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, after each size")
+    parser.add_argument("--time-limit", type=float, default=900, help="seconds until the ranks are ended (default 900)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures on ranks of its own, or as one rank of torchrun's."""
+    from tokenweave.bench import launch
+
+    _check(args)
+    if launch.launched():
+        return _run_rank(args)
+    import torch
+
+    if torch.cuda.device_count() < args.tp:
+        raise RequestError(f"--tp {args.tp} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine")
+    return launch.run_ranks(command_line(args), args.tp, args.time_limit)
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from tokenweave.bench import environment
+    from tokenweave.bench.latency import Config, LatencyBench, text
+    from tokenweave.bench.timing import GraphClock
+    from tokenweave.planning import Planner
+
+    rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if not 2 <= ranks <= 8 or torch.cuda.device_count() <= local:
+        raise RequestError(
+            f"rank {rank}: {ranks} ranks and {torch.cuda.device_count()} GPUs; expected 2 to 8 ranks of one machine, a GPU each"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+
+    def say(line: str) -> None:
+        if rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    model = _model(args, rank, ranks, group, device)
+    config = Config(
+        model=Path(args.model).name,
+        tokens=_numbers("--tokens", args.tokens),
+        modes=_modes(args.modes),
+        rounds=args.rounds,
+        seed=args.seed,
+        sweep=args.sweep,
+        sustain=args.sustain,
+        json=args.json,
+    )
+    bench = LatencyBench(
+        config,
+        model,
+        lambda transport: Planner(model.config, None, ranks, transport),
+        group,
+        device,
+        GraphClock(group, device),
+        environment.Monitor(local),
+        environment.describe() if rank == 0 else {},
+        say,
+    )
+    result = bench.run()
+    if rank == 0:
+        print(text(result), flush=True)
+    # Live CUDA graphs that hold NCCL kernels would block the group's end; run() has dropped them, this their cycles.
+    del bench
+    gc.collect()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _model(args: argparse.Namespace, rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Model:
+    import torch
+
+    from tokenweave.models import load_model, read_config
+    from tokenweave.models.dummy import dummy_model
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    where: dict[str, Any] = {"rank": rank, "world_size": ranks, "group": group, "dtype": dtype, "device": device}
+    config = read_config(args.model)
+    if args.layers is not None and args.layers > config.layers:
+        raise RequestError(f"--layers {args.layers}; the model has {config.layers}")
+    if args.dummy or not Path(args.model).exists():
+        return dummy_model(config, layers=args.layers, seed=args.seed, **where)
+    model = load_model(args.model, **where)
+    if args.layers is None:
+        return model
+    config = dataclasses.replace(model.config, layers=args.layers)
+    return dataclasses.replace(model, config=config, layers=model.layers[: args.layers])
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what can be refused before any rank starts."""
+    from tokenweave.bench.timing import MIN_ROUNDS
+    from tokenweave.models import read_config
+
+    if not 2 <= args.tp <= 8:
+        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
+    _numbers("--tokens", args.tokens)
+    _modes(args.modes)
+    if args.rounds < MIN_ROUNDS:
+        raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
+    if args.layers is not None and args.layers < 1:
+        raise RequestError(f"--layers {args.layers}; expected at least 1")
+    longest = max(_numbers("--tokens", args.tokens))
+    if longest > (context := read_config(args.model).context):
+        raise RequestError(f"--tokens {longest}; the model's context is {context}")
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    from tokenweave.bench.latency import MODES
+
+    asked = text.split(",")
+    if unknown := [mode for mode in asked if mode not in MODES]:
+        raise RequestError(f"--modes {unknown[0]!r}; expected some of {', '.join(MODES)}")
+    return tuple(mode for mode in MODES if mode in asked)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(number) for number in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise RequestError(f"{option} {text!r}; expected positive whole numbers separated by commas")
+    return numbers
+
+
+def command_line(args: argparse.Namespace) -> list[str]:
+    """The arguments once more, for a rank."""
+    words = ["bench", "latency", *(f"--{name}" for name in _FLAGS if getattr(args, name))]
+    for name in _VALUES:
+        if (value := getattr(args, name)) is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return words

@@ -1,0 +1,241 @@
+"""``tokenweave bench latency`` without a GPU: what it runs, on two CPU ranks with a wall clock, and what it reports."""
+
+import argparse
+import contextlib
+import json
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from tokenweave.bench import latency
+from tokenweave.bench.latency import MODES, Config, LatencyBench, finish, text
+from tokenweave.cli import bench_latency
+from tokenweave.cli.main import main
+from tokenweave.collective.torch_backend import normalised
+from tokenweave.models.config import ModelConfig
+from tokenweave.models.dummy import dummy_model
+from tokenweave.overlap import CpuThread
+from tokenweave.planning import Planner
+
+TINY = ModelConfig(
+    family="llama", hidden=64, intermediate=96, layers=4, heads=8, kv_heads=4, head_dim=16, vocab=160, context=1024
+)
+
+
+class _Graph:
+    def __init__(self, call):
+        self.replay = call
+
+
+class _Event:
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+class _Stream:
+    def wait_stream(self, other):
+        pass
+
+
+class WallClock:
+    stream = _Stream()
+
+    def capture(self, call, calls):
+        assert calls == 1
+        return _Graph(call)
+
+    def replay(self, graph, reset):
+        reset()
+        began = time.perf_counter()
+        graph.replay()
+        return (time.perf_counter() - began) * 1e6
+
+
+class FixedMonitor:
+    def sample(self):
+        pass
+
+    def take(self):
+        return {
+            "sm_mhz": {"low": 1, "median": 1700, "high": 2},
+            "power_w": {"low": 1, "median": 500, "high": 2},
+            "celsius": None,
+        }
+
+
+def _norm_alone(partial, residual, epilogue, rows):
+    total = partial.float() + (residual.float() if epilogue.has_residual else 0)
+    residual.copy_(total)
+    partial.copy_(normalised(residual, epilogue))
+    return partial if rows is None else partial[rows]
+
+
+def _bench(path, sweep, sustain):
+    """On each rank: the benchmark with the CUDA calls of its host side taken out."""
+    replaced = {
+        torch.cuda: {
+            "synchronize": lambda device=None: None,
+            "current_stream": _Stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "Event": _Event,
+        },
+        latency: {
+            "CudaStream": lambda device: CpuThread(),
+            "_norm_alone": _norm_alone,
+            "_symmetric_rows": lambda *args: None,
+        },
+    }
+    with contextlib.ExitStack() as stack:
+        for module, names in replaced.items():
+            stack.enter_context(mock.patch.multiple(module, **names))
+        return _measured(path, sweep, sustain)
+
+
+def _measured(path, sweep, sustain):
+    group, device = dist.group.WORLD, torch.device("cpu")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = dummy_model(TINY, rank=rank, world_size=world, group=group, dtype=torch.float32, layers=2)
+    config = Config("tiny", (48, 130), MODES, sweep=sweep, sustain=sustain, json=path)
+    lines = []
+    bench = LatencyBench(
+        config,
+        model,
+        lambda transport: Planner(model.config, "h200", world, "p2p", mode="auto"),
+        group,
+        device,
+        WallClock(),
+        FixedMonitor(),
+        {
+            "gpus": ["H200"],
+            "nvlinks": [18],
+            "multicast": {"value": "no"},
+            "power_limit_w": 700.0,
+            "torch": "2",
+            "nccl": "2",
+            "driver": "5",
+        },
+        lines.append,
+    )
+    return bench.run(), lines
+
+
+@pytest.mark.parametrize("sweep", [False, True], ids=["planned", "swept"])
+def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
+    path = tmp_path / "out.json"
+    (result, lines), (other, _) = run_ranks(2, _bench, path, sweep, 0.001)
+    rows = result["rows"]
+    assert json.loads(path.read_text())["rows"] == json.loads(json.dumps(rows))
+    assert [(row["tokens"], row["mode"]) for row in rows] == [(t, m) for t in (48, 130) for m in MODES]
+    for row in rows:
+        assert row["ms_low"] <= row["ms"] <= row["ms_high"]
+        assert row["ms_per_layer"] == row["ms"] / 2
+        assert row["host_ms"]["eager"] > 0
+        assert row["power_w"] == 500
+        assert row["joules_per_token"] > 0
+        if row["mode"] == "sequential":
+            assert row["speedup"]["value"] == 1
+        if row["mode"] == "no_comm":
+            assert row["error"] is None
+        else:
+            assert row["error"] < 1e-4
+    woven = [row for row in rows if row["mode"] == "woven"]
+    assert all(0 < row["plan"]["split"] < row["tokens"] for row in woven)
+    assert [row["ms"] for row in rows] == [row["ms"] for row in other["rows"]], "ranks report the slowest of them"
+    assert bool(result["sweep"]) == sweep
+    assert all(entry["tokens"] in (48, 130) for entry in result["sweep"])
+    assert len(result["readme"]["rows"]) == 2
+    assert all(len(line) == len(result["readme"]["columns"]) for line in result["readme"]["rows"])
+    report = text(result)
+    assert "woven" in report
+    assert "H200" in report
+    assert any("130 tokens" in line for line in lines)
+
+
+def test_a_result_without_some_modes_still_becomes_a_table():
+    row = {
+        "tokens": 64,
+        "mode": "fused",
+        "ms": 1.0,
+        "sm_mhz": None,
+        "power_w": None,
+        "speedup": None,
+        "no_comm_ratio": None,
+    }
+    result = {
+        "rows": [row],
+        "config": {"ranks": 2, "model": "m", "layers": 1, "dtype": "bfloat16", "rounds": 20},
+        "environment": {
+            "gpus": [],
+            "nvlinks": [],
+            "multicast": {"value": "no"},
+            "power_limit_w": None,
+            "torch": "2",
+            "nccl": None,
+            "driver": None,
+        },
+    }
+    finish(result)
+    assert result["readme"]["rows"] == [[64, 1.0, "-", "-"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere"], "no model 'nowhere'"),
+        (["--model", "Llama-3.1-8B", "--tp", "9"], "--tp 9"),
+        (["--model", "Llama-3.1-8B", "--modes", "woven,odd"], "--modes 'odd'"),
+        (["--model", "Llama-3.1-8B", "--tokens", "1,x"], "--tokens '1,x'"),
+        (["--model", "Llama-3.1-8B", "--tokens", "200000"], "context is 131072"),
+        (["--model", "Llama-3.1-8B", "--rounds", "3"], "at least 20"),
+        (["--model", "Llama-3.1-8B", "--layers", "0"], "--layers 0"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, message, capsys):
+    assert main(["bench", "latency", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_get_the_same_command_line():
+    parser = argparse.ArgumentParser()
+    kinds = parser.add_subparsers(dest="bench")
+    bench_latency.add_parser(kinds)
+    given = [
+        "latency",
+        "--model",
+        "Llama-3.1-8B",
+        "--tp",
+        "4",
+        "--layers",
+        "8",
+        "--sweep",
+        "--json",
+        "x.json",
+        "--sustain",
+        "0.5",
+    ]
+    args = parser.parse_args(given)
+    assert parser.parse_args(bench_latency.command_line(args)[1:]) == args
+
+
+def test_random_weights_agree_between_ranks_where_they_must():
+    models = [dummy_model(TINY, rank=rank, world_size=2, layers=1) for rank in range(2)]
+    a, b = (model.layers[0] for model in models)
+    assert torch.equal(a.input_norm, b.input_norm)
+    assert not torch.equal(a.attention.qkv, b.attention.qkv)
+    assert a.attention.qkv.shape == b.attention.qkv.shape
+    assert not torch.equal(models[0].embedding, models[1].embedding)
+    assert abs(float(a.mlp.down.float().std()) - 0.02) < 0.002
+    assert torch.equal(dummy_model(TINY, rank=1, world_size=2, layers=1).head, models[1].head)

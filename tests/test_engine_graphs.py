@@ -1,0 +1,252 @@
+"""Step graphs without a GPU: buckets, buffers, and whole steps whose graph is a function that is called again."""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiny_llama import VOCAB, make_engine, save_tiny_llama
+from tokenweave.engine import graphs
+from tokenweave.engine.batch import Chunk, row_range_of, rows_of
+from tokenweave.engine.graphs import MAX_ROWS, TILE, StepGraphs, bucket_of, bucket_rows, fill_bucket
+from tokenweave.engine.split_buffer import PADDING, SplitShape, packed_inputs
+from tokenweave.models import llama
+from tokenweave.models.attention import attend
+from tokenweave.models.inputs import SequenceRows
+from tokenweave.planning.plan import Mode, Plan
+
+
+@st.composite
+def steps(draw, most=6):
+    """Chunks of one step: decodes, first and later prefill chunks, in cache rows of their own."""
+    chunks, start = [], 0
+    for number in range(draw(st.integers(1, most))):
+        first, size = draw(st.integers(0, 9)), draw(st.sampled_from([1, 1, 2, 3, 7, 40]))
+        start += draw(st.integers(0, 3))
+        tokens = tuple(draw(st.integers(0, VOCAB - 1)) for _ in range(size))
+        chunks.append(Chunk(number, first, tokens, start, draw(st.booleans())))
+        start += first + size
+    return chunks
+
+
+def test_buckets_waste_less_than_a_tile():
+    for rows in range(1, MAX_ROWS + 1):
+        room = bucket_rows(rows)
+        assert rows <= room < rows + TILE
+        assert bucket_rows(room) == room
+        assert room <= max(2 * rows, 8) or room - rows < 16
+    assert len({bucket_rows(rows) for rows in range(1, MAX_ROWS + 1)}) < 80
+
+
+def test_a_steps_plan_is_that_of_its_bucket():
+    assert fill_bucket([(100, 5), (1, 80)], 8192) == [(100, 5), (1, 80)]  # at most a tile
+    assert fill_bucket([(1, 80), (200, 5)], 8192) == [(1, 80), (255, 5)]
+    assert fill_bucket([(1, 80), (200, 5)], 210) == [(1, 80), (209, 5)]
+    assert fill_bucket([(MAX_ROWS + 1, 0)], 1 << 20) == [(MAX_ROWS + 1, 0)]
+
+
+@given(steps(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_bucket_has_room_for_the_step_and_its_buffer_holds_it(chunks, data):
+    rows = rows_of(chunks)
+    cut = data.draw(st.none() if rows == 1 else st.one_of(st.none(), st.integers(1, rows - 1)))
+    plan = Plan(Mode.FUSED) if cut is None else Plan(Mode.WOVEN, split=cut, gemm_sms={("qkv", "prefix"): 120})
+    edges = [0, rows] if cut is None else [0, cut, rows]
+    ranges = [row_range_of(chunks, a, b) for a, b in itertools.pairwise(edges)]
+    bucket = bucket_of(ranges, plan, 512, 4096)
+    assert bucket == bucket_of(ranges, plan, 512, 4096)
+    assert hash(bucket) == hash(bucket_of(ranges, plan, 512, 4096))
+    assert rows <= bucket.rows <= 512
+    for split, given_rows in zip(bucket.splits, ranges, strict=True):
+        shape = split.shape
+        assert split.max_queries >= max(s.tokens for s in given_rows.sequences)
+        assert bucket.max_length >= max(s.length for s in given_rows.sequences)
+        assert split.max_queries > 1 or shape.rows == shape.sequences  # attention counts on a row a sequence
+        buffer = torch.full((shape.words,), -7)
+        shape.fill(buffer, given_rows, past=99)
+        views = shape.views(buffer)
+        n, s, k = given_rows.rows, len(given_rows.sequences), len(given_rows.sampled)
+        assert views.token_ids.tolist() == [*given_rows.token_ids, *[0] * (shape.rows - n)]
+        assert views.positions.tolist() == [*given_rows.positions, *[0] * (shape.rows - n)]
+        assert views.cache_rows.tolist() == [*given_rows.cache_rows, *[PADDING] * (shape.rows - n)]
+        assert views.sampled.tolist() == [*given_rows.sampled, *[99] * (shape.sampled - k)]
+        starts = [x.first for x in given_rows.sequences]
+        assert views.query_starts.tolist() == [*starts, *[n] * (shape.sequences + 1 - s)]
+        assert views.cache_starts.tolist()[:s] == [x.cache_start for x in given_rows.sequences]
+        assert views.lengths.tolist() == [x.length for x in given_rows.sequences] + [0] * (shape.sequences - s)
+        assert views.row_count.tolist() == [n]
+        assert {v.dtype for v in views[:4]} == {torch.int64}
+        assert {v.dtype for v in views[4:]} == {torch.int32}
+        assert shape.words % 2 == 0
+
+
+def test_a_step_that_is_too_large_has_no_bucket():
+    rows = row_range_of([Chunk(0, 0, (1,) * 3, 0, True)], 0, 3)
+    assert bucket_of([rows], Plan(Mode.FUSED), 512, 64) is not None
+    many = row_range_of([Chunk(0, 0, (1,) * (MAX_ROWS + 1), 0, True)], 0, MAX_ROWS + 1)
+    assert bucket_of([many], Plan(Mode.FUSED), 1 << 20, 1 << 20) is None
+    with pytest.raises(ValueError, match="do not fit"):
+        SplitShape(2, 4, 4).fill(torch.zeros(SplitShape(2, 4, 4).words, dtype=torch.int64), rows, 0)
+
+
+# ---- whole steps
+
+
+def attend_like_flash(queries, keys, values, packed):
+    """What FlashAttention makes of the packed sequences; rows of no sequence are NaN."""
+    starts, lengths = packed.query_starts.tolist(), packed.lengths.tolist()
+    assert len(starts) == len(packed.cache_starts) == len(lengths) + 1
+    out = torch.full(queries.shape, float("nan"), dtype=queries.dtype)
+    for index, length in enumerate(lengths):
+        first, tokens = starts[index], starts[index + 1] - starts[index]
+        assert tokens <= packed.max_queries
+        assert length <= packed.max_length
+        if tokens:
+            rows = slice(first, first + tokens)
+            one = SequenceRows(0, tokens, int(packed.cache_starts[index]), length - tokens)
+            out[rows] = attend(queries[rows].contiguous(), keys, values, [one])
+    return out
+
+
+def rope_like_the_kernel(qkv, keys, values, query_slots, rotary, norm, eps, positions, cache_rows):
+    kv_slots = (qkv.shape[1] - query_slots) // 2
+    rotated = qkv[:, : query_slots + kv_slots].float()
+    if norm is not None:
+        rotated = rotated * torch.rsqrt(rotated.square().mean(-1, keepdim=True) + eps) * norm
+    cosine, sine = (table[positions].unsqueeze(1) for table in rotary)
+    low, high = rotated.chunk(2, dim=-1)
+    rotated = torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1).to(qkv.dtype)
+    real = cache_rows >= 0
+    keys[cache_rows[real]] = rotated[real, query_slots:]
+    values[cache_rows[real]] = qkv[real, query_slots + kv_slots :]
+    qkv[:, :query_slots] = rotated[:, :query_slots]
+
+
+class _Stream:
+    def wait_stream(self, other):
+        pass
+
+
+class _Graph:
+    """Calls the walk again and writes its results where the first call's were."""
+
+    def __init__(self, walk, outputs):
+        self._walk, self._outputs = walk, outputs
+
+    def replay(self):
+        for kept, new in zip(self._outputs, self._walk(), strict=True):
+            kept.copy_(new)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(llama, "attend_packed", attend_like_flash)
+    monkeypatch.setattr(llama.kernels, "available", lambda x: True)
+    monkeypatch.setattr(llama.kernels, "rope_cache", rope_like_the_kernel)
+    monkeypatch.setattr(
+        llama.kernels, "silu_mul", lambda x: llama.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]
+    )
+
+    def capture(self, step):
+        outputs = [out.clone() for out in self._walk(step)]
+        for out in outputs:
+            out.fill_(float("nan"))
+        step.outputs, step.graph, step.bytes = outputs, _Graph(lambda: self._walk(step), outputs), 1 << 20
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+def _random_step(pick, number):
+    """Chunks of decodes and prompts; the contexts' keys and values are whatever the cache holds."""
+    chunks, start = [], 0
+    only_decodes = pick.random() < 0.3
+    for index in range(pick.randint(1, 5)):
+        first, size = pick.randint(0, 20), 1 if only_decodes else pick.choice([1, 1, 4, 9, 17])
+        tokens = tuple(pick.randrange(VOCAB) for _ in range(size))
+        chunks.append(Chunk(10 * number + index, first, tokens, start, pick.random() < 0.7))
+        start += first + size + pick.randint(0, 3)
+    return chunks
+
+
+def test_replayed_steps_equal_eager_ones(model, without_gpu):
+    """Every bucket eagerly, captured and replayed with other rows; the cache and the final rows are eager's."""
+    engine = make_engine(model, max_batch_tokens=96, cache_rows=256)
+    step_graphs = StepGraphs(engine._stages, engine.workspace, engine._residual, engine._overlap, 128)
+    pick = random.Random(5)
+    cache = engine.cache.keys + engine.cache.values
+    for tensor in cache:
+        tensor.normal_()
+    with torch.inference_mode():
+        for number in range(80):
+            chunks = _random_step(pick, number)
+            rows = rows_of(chunks)
+            plan = Plan(pick.choice([Mode.SEQUENTIAL, Mode.FUSED]))
+            if rows > 1 and pick.random() < 0.5:
+                plan = Plan(Mode.WOVEN, split=max(1, rows // 2 // 8 * 8))
+            before = [tensor.clone() for tensor in cache]
+            expected = engine.forward(chunks, plan)
+            written = [tensor.clone() for tensor in cache]
+            for tensor, saved in zip(cache, before, strict=True):
+                tensor.copy_(saved)
+            got = step_graphs.forward(chunks, plan)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+            for tensor, saved in zip(cache, written, strict=True):
+                torch.testing.assert_close(tensor, saved, rtol=1e-4, atol=1e-5)
+    assert step_graphs.replays > 20
+    assert step_graphs.eager > 5
+    assert 0 < step_graphs.graphs <= step_graphs.eager
+    assert step_graphs.bytes == step_graphs.graphs << 20
+    step_graphs.close()
+    assert step_graphs.graphs == 0
+    engine.close()
+
+
+def test_the_least_recently_used_graphs_go_first(model, without_gpu):
+    engine = make_engine(model, max_batch_tokens=96, cache_rows=256)
+    step_graphs = StepGraphs(
+        engine._stages, engine.workspace, engine._residual, engine._overlap, 128, max_graphs=3, max_bytes=2 << 20
+    )
+
+    def run(rows):
+        step_graphs.forward([Chunk(0, 0, (1,) * rows, 0, True)], Plan(Mode.SEQUENTIAL))
+
+    for rows in (3, 3, 5, 5):
+        run(rows)
+    assert (step_graphs.graphs, step_graphs.bytes) == (2, 2 << 20)
+    run(3)
+    run(20)  # a new bucket: the memory is at its bound, and 5 rows were not used for longest
+    assert step_graphs.graphs == 1
+    replays = step_graphs.replays
+    run(3)
+    assert step_graphs.replays == replays + 1
+    for rows in (40, 60, 96):
+        run(rows)
+    assert len(step_graphs._steps) == 3
+    engine.close()
+
+
+def test_the_packed_inputs_say_what_the_sequences_say():
+    chunks = [Chunk(0, 4, (1, 2, 3), 10, True), Chunk(1, 30, (4,), 40, True)]
+    rows = row_range_of(chunks, 1, 4)
+    shape = SplitShape(4, 3, 3)
+    buffer = torch.zeros(shape.words, dtype=torch.int64)
+    shape.fill(buffer, rows, past=0)
+    packed = packed_inputs(shape.views(buffer), 2, 64).packed
+    assert packed.query_starts.tolist() == [0, 2, 3, 3]
+    assert packed.cache_starts.tolist()[:2] == [10, 40]
+    assert packed.lengths.tolist() == [7, 31, 0]
+    assert graphs.bucket_of([rows], Plan(Mode.FUSED), 64, 64).splits[0].max_queries == 2
