@@ -160,7 +160,7 @@ def prepare(workspace: Workspace, layout: str, tokens: int, ctas: int | None) ->
     """Compiles and loads the kernel that a plain call (residual, weights in the rows' dtype) of this shape takes."""
     if layout == "replicated":
         shape = (workspace.world_size, workspace.rank, workspace.hidden, _name(workspace.dtype))
-        kernel = _oneshot_kernel(*shape, HAS_RESIDUAL)
+        kernel = _oneshot_kernel(*shape, HAS_RESIDUAL, tokens)
     else:
         kernel = twoshot_kernel(
             workspace, HAS_RESIDUAL, tokens, default_ctas(tokens, workspace) if ctas is None else ctas
