@@ -229,7 +229,11 @@ def _twoshot(
             table[p] = None if offset is None else address + offset
     args.signature = _signature(kernel, blocks, tokens, n, x, target, quantised, scales)
     params = [args, c_int(ring_depth(kernel, blocks))] if kernel.stages else [args]
-    function.launch(blocks, torch.cuda.current_stream().cuda_stream, *params, cluster=launch.cluster or 1)
+    # A call that has the GPU to itself starts while its predecessor ends. One that runs beside GEMMs must not: its blocks
+    # would hold their SMs while they wait for the collective before it.
+    alone = launch.ctas is None
+    stream = torch.cuda.current_stream().cuda_stream
+    function.launch(blocks, stream, *params, cluster=launch.cluster or 1, overlap=alone)
     _count(workspace, n, out, fp8)
     if out is not None and y is None:
         result = workspace.staging(n, 1)

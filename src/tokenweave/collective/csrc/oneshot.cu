@@ -30,14 +30,14 @@ DEVICE bool absent(const Vec& v) { return v.w[0] == SENTINEL || v.w[1] == SENTIN
 extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_constant__ Args a, const __grid_constant__ Inboxes inbox, int inbox_rows) {
   __shared__ Reduction<S> reduction;
   griddepcontrol_launch_dependents();
-  RowMath<S> math(a, reduction);  // loads the weights, which no earlier kernel of the stream writes
-  griddepcontrol_wait();
+  griddepcontrol_wait();  // before anything that an earlier kernel of the stream wrote
   u32 epoch = 0;
   if (blockIdx.x == 0 && threadIdx.x < 32) {
     epoch = a.state[0];
     signal_peers<N>(a, epoch + 1);
   }
   const u32 call = a.state[CALLS];
+  RowMath<S> math(a, reduction);
   const size_t plane = (size_t)inbox_rows * S::ROW_BYTES;  // one source's rows in one inbox
   const size_t now = (size_t)(call % 3) * N * plane, before = (size_t)((call + 2) % 3) * N * plane;
   const int n = has<S, ROWS> ? a.n_rows : call_tokens<S>(a), row = blockIdx.x;

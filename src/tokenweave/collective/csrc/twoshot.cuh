@@ -18,6 +18,8 @@ template <class Link> DEVICE void twoshot(const Args& a) {
   constexpr bool AHEAD = Link::PARTS <= 5;  // all of a row's loads before the first sum; more ranks than that don't fit in registers
   __shared__ Reduction<S> reduction;
   __shared__ int arrived;
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();  // before anything that an earlier kernel of the stream wrote
   u32 epoch = 0;
   if (threadIdx.x < 32) {
     epoch = a.state[blockIdx.x];

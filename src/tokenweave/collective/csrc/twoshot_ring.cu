@@ -30,12 +30,14 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
   __shared__ Reduction<S> reduction;
   __shared__ volatile int arrived;  // -1: the peers did not arrive
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, stride = gridDim.x;
+  griddepcontrol_launch_dependents();
   if (threadIdx.x < STAGES) {
     mbarrier_init(&full[threadIdx.x], 1);
     mbarrier_init(&empty[threadIdx.x], 1);
     fence_proxy_async();
   }
   if (threadIdx.x == 0) arrived = 0;
+  griddepcontrol_wait();  // before anything that an earlier kernel of the stream wrote
   const Owned owned = owned_rows<S>(a);
   const int mine = max(0, (owned.count - (int)blockIdx.x + stride - 1) / stride);
   auto row_of = [&](int i) { return owned.first + (int)blockIdx.x + i * stride; };
