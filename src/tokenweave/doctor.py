@@ -182,8 +182,9 @@ def judge_multicast(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> Ve
         return Verdict("no", f"GPU {older[0].index} is {capability}; multicast needs sm_90 or newer")
     if any(gpu.multicast is False for gpu in gpus):
         return Verdict("no", "the driver says that the GPUs do not support it (no NVSwitch, or its fabric is not up)")
-    if environment.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") not in ("", "0"):
-        return Verdict("no", "TORCH_SYMM_MEM_DISABLE_MULTICAST is set in the environment")
+    for name in ("TOKENWEAVE_DISABLE_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        if environment.get(name, "0") not in ("", "0"):
+            return Verdict("no", f"{name} is set in the environment")
     if environment.get("NCCL_NVLS_ENABLE") == "0":
         return Verdict("no", "NCCL_NVLS_ENABLE=0 in the environment, which is taken to mean everybody")
     if any(gpu.multicast is None for gpu in gpus):
