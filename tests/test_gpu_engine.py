@@ -1,0 +1,369 @@
+"""The engine on real GPUs: every mode, eagerly and as graphs, against the sequential eager step; ranks' bits; texts.
+
+Two ranks by default; TOKENWEAVE_TEST_RANKS=4 runs the same on four.
+
+    PYTHONPATH=src python3 -m pytest -m gpu tests/test_gpu_engine.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collective_cases import fresh_seed
+from ranks import run_ranks
+from tiny_llama import answers, new_requests, save_tiny_llama
+from tokenweave.engine.batch import Chunk, rows_of
+from tokenweave.engine.build import EngineArgs, build_engine, engine_around
+from tokenweave.engine.sampling import SamplingParams
+from tokenweave.models import kernels
+from tokenweave.models.attention import attend
+from tokenweave.models.attention_cuda import attend_packed
+from tokenweave.models.config import ModelConfig
+from tokenweave.models.dummy import dummy_model
+from tokenweave.models.inputs import PackedSequences, SequenceRows
+from tokenweave.models.sm_budget import sm_budget
+from tokenweave.planning.plan import Mode, Plan
+
+RANKS = int(os.environ.get("TOKENWEAVE_TEST_RANKS", "2"))
+pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(240)]
+
+LLAMA = ModelConfig(
+    family="llama", hidden=256, intermediate=384, layers=3, heads=8, kv_heads=4, head_dim=64, vocab=1000, context=2048
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "llama-odd": dataclasses.replace(LLAMA, heads=9, kv_heads=3, intermediate=404, vocab=1003, tied_embeddings=True),
+    "llama-bias": dataclasses.replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "qwen2": dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, head_dim=32),
+    "qwen3": dataclasses.replace(LLAMA, family="qwen3", qk_norm=True, head_dim=128),
+    "mixtral": dataclasses.replace(LLAMA, family="mixtral", experts=4, experts_per_token=2),
+}
+# Relative to the sequential eager step, in the Euclidean norm. fp32: sums in another order. bf16: a rounding of 2^-9 at each
+# of some 15 places a layer, of values that the last norm makes comparable with the whole.
+TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.05}
+CACHE, LARGEST = 4096, 640
+
+
+def _ranks(function, *args, timeout=200.0):
+    return run_ranks(RANKS, function, *args, timeout=timeout, device="cuda")
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _engine(config: ModelConfig, dtype: torch.dtype, **options):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    where = {"rank": rank, "world_size": world, "group": dist.group.WORLD, "dtype": dtype, "device": _device()}
+    model = dummy_model(config, **where)
+    args = EngineArgs(
+        "unused",
+        world,
+        dtype=str(dtype).removeprefix("torch."),
+        device="cuda",
+        max_batch_tokens=LARGEST,
+        cache_tokens=CACHE,
+        max_context=1024,
+        **options,
+    )
+    engine = engine_around(model, args, dist.group.WORLD, _device(), lambda: None)
+    for tensor in engine.cache.keys + engine.cache.values:
+        tensor.normal_()  # contexts
+    return engine
+
+
+def _step(pick: random.Random, vocab: int, kind: str) -> list[Chunk]:
+    """``kind``: decode, prompt or mixed."""
+    count = {"decode": pick.randint(1, 24), "prompt": 1, "mixed": pick.randint(2, 9)}[kind]
+    chunks, start, rows = [], pick.randint(0, 5), 0
+    for number in range(count):
+        first = pick.choice([0, 1, 63, 64, pick.randint(0, 200)])
+        size = 1 if kind == "decode" else pick.choice([1, 2, 37, 128, 200] if kind == "mixed" else [130, 256, 511])
+        if rows + size > LARGEST or start + first + size > CACHE:
+            break
+        tokens = tuple(pick.randrange(vocab) for _ in range(size))
+        chunks.append(Chunk(number, first, tokens, start, kind != "mixed" or pick.random() < 0.7))
+        start, rows = start + first + size + pick.randint(0, 3), rows + size
+    return chunks
+
+
+def _plans(rows: int, pick: random.Random, sms: int) -> list[Plan]:
+    plans = [Plan(Mode.FUSED), Plan(Mode.FUSED, ctas=8)]
+    if rows > 1:
+        cut = pick.randint(1, rows - 1)
+        budget = {(gemm, split): sms - 8 for gemm in ("qkv", "gate_up") for split in ("prefix", "suffix")}
+        plans.append(Plan(Mode.WOVEN, split=cut, ctas=8, cluster=4, gemm_sms=budget))
+        plans.append(Plan(Mode.WOVEN, split=max(1, rows // 2), ctas=4))
+    return plans
+
+
+def _same_bits(x: torch.Tensor) -> None:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    assert all(torch.equal(part, parts[0]) for part in parts), "ranks hold different bits"
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, share: float = 1.0) -> float:
+    """Most of the rows (``share`` of them) are within ``tolerance`` of the expected ones; returns the largest error."""
+    assert got.shape == expected.shape, what
+    assert torch.isfinite(got).all(), f"{what}: not finite"
+    if not len(got):
+        return 0.0
+    errors = (got - expected).norm(dim=1) / expected.norm(dim=1)
+    kth = errors.sort().values[max(0, int(len(errors) * share) - 1)]
+    assert kth <= tolerance, f"{what}: {float(kth):.2e} of {tolerance:.0e}; rows {errors.tolist()}"
+    return float(errors.max())
+
+
+def _modes_agree(name: str, dtype: torch.dtype, seed: int) -> tuple[float, int]:
+    config = FAMILIES[name]
+    engine = _engine(config, dtype)
+    step_graphs, pick = engine.graphs, random.Random(seed)
+    assert (step_graphs is not None) == (dtype == torch.bfloat16), "graphs need FlashAttention's dtypes"
+    sms = torch.cuda.get_device_properties(_device()).multi_processor_count
+    # A row whose two best experts are nearly equal may go to another one in bf16.
+    share = 0.7 if config.experts and dtype == torch.bfloat16 else 1.0
+    worst = 0.0
+    with torch.inference_mode():
+        for kind in ("decode", "prompt", "mixed", "mixed"):
+            chunks = _step(pick, config.vocab, kind)
+            engine.graphs = None
+            expected = engine.model.logits(engine.forward(chunks, Plan(Mode.SEQUENTIAL)))
+            for plan in _plans(rows_of(chunks), pick, sms):
+                what = f"{name} {dtype} {kind} {rows_of(chunks)} rows {plan}"
+                engine.graphs = None
+                rows = engine.forward(chunks, plan)
+                _same_bits(rows)
+                worst = max(worst, _close(engine.model.logits(rows), expected, TOLERANCE[dtype], what, share))
+                if step_graphs is None:
+                    continue
+                engine.graphs = step_graphs
+                first, captured, replayed = (engine.forward(chunks, plan) for _ in range(3))
+                assert torch.equal(first, captured), f"{what}: the graph computes something else"
+                assert torch.equal(first, replayed), f"{what}: the second replay differs"
+                _same_bits(replayed)
+                logits = engine.model.logits(replayed)
+                worst = max(worst, _close(logits, expected, TOLERANCE[dtype], f"{what}, graph", share))
+    replays = 0 if step_graphs is None else step_graphs.replays
+    engine.graphs = step_graphs
+    engine.close()
+    return worst, replays
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_modes_and_graphs_agree(name, dtype):
+    worst, replays = _ranks(_modes_agree, name, dtype, fresh_seed())[0]
+    print(f"{name} {dtype}: largest relative error {worst:.1e}, {replays} replays")
+    assert replays or dtype == torch.float32
+
+
+def _many_steps(count: int, seed: int) -> dict[str, float]:
+    """Random steps in random modes, most of them as graphs, between eager ones."""
+    engine = _engine(LLAMA, torch.bfloat16)
+    step_graphs, pick = engine.graphs, random.Random(seed)
+    assert step_graphs is not None
+    sms = torch.cuda.get_device_properties(_device()).multi_processor_count
+    worst, began = 0.0, time.perf_counter()
+    with torch.inference_mode():
+        for _ in range(count):
+            chunks = _step(pick, LLAMA.vocab, pick.choice(["decode", "decode", "prompt", "mixed"]))
+            plan = pick.choice(_plans(rows_of(chunks), pick, sms))
+            if plan.split is not None:  # as the planner cuts, so that buckets are met again
+                plan = dataclasses.replace(plan, split=max(1, rows_of(chunks) // 128 * 64))
+            engine.graphs = None
+            expected = engine.model.logits(engine.forward(chunks, Plan(Mode.SEQUENTIAL)))
+            engine.graphs = None if pick.random() < 0.2 else step_graphs
+            rows = engine.forward(chunks, plan)
+            _same_bits(rows)
+            worst = max(worst, _close(engine.model.logits(rows), expected, TOLERANCE[torch.bfloat16], str(plan)))
+    seconds = time.perf_counter() - began
+    found = {"worst": worst, "graphs": step_graphs.graphs, "replays": step_graphs.replays, "seconds": seconds}
+    found["MiB"] = step_graphs.bytes / 2**20
+    engine.graphs = step_graphs
+    engine.close()
+    return found
+
+
+def test_many_random_steps():
+    found = _ranks(_many_steps, 200, fresh_seed())[0]
+    print(found)
+    assert found["replays"] > 30
+
+
+def _generated(path: str, dtype: str, mode: str, graphs: bool, prompts: list[list[int]]) -> tuple[list, list, int]:
+    args = EngineArgs(
+        path,
+        dist.get_world_size(),
+        dtype=dtype,
+        device="cuda",
+        mode=mode,
+        max_batch_tokens=48,
+        max_num_seqs=5,
+        cache_tokens=600,
+        graphs=graphs,
+    )
+    engine = build_engine(args, rank=dist.get_rank(), group=dist.group.WORLD)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    got = answers(engine, new_requests(prompts, params))
+    modes = [step.mode for step in engine.steps]
+    replays = 0 if engine.graphs is None else engine.graphs.replays
+    engine.close()
+    return got, modes, replays
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(save_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+def _prompts() -> list[list[int]]:
+    pick = random.Random(4)
+    return [[pick.randrange(96) for _ in range(pick.randint(1, 60))] for _ in range(9)]
+
+
+@pytest.fixture(scope="module")
+def cpu_answers(tiny):
+    args = EngineArgs(tiny, 1, dtype="float32", device="cpu", cache_tokens=2000)
+    engine = build_engine(args, rank=0, group=None)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    got = answers(engine, new_requests(_prompts(), params))
+    engine.close()
+    return got
+
+
+@pytest.mark.parametrize("mode", ["sequential", "fused", "woven", "auto"])
+def test_greedy_texts_are_the_cpus(tiny, cpu_answers, mode):
+    results = _ranks(_generated, tiny, "float32", mode, True, _prompts())
+    for got, modes, _ in results:
+        assert got == cpu_answers
+        assert mode == "auto" or mode in modes
+
+
+@pytest.mark.parametrize("mode", ["fused", "woven"])
+def test_generation_with_graphs(tiny, mode):
+    """bf16: ranks agree on every token, and most steps are replays."""
+    results = _ranks(_generated, tiny, "bfloat16", mode, True, _prompts())
+    assert all(result == results[0] for result in results)
+    got, modes, replays = results[0]
+    assert [len(tokens) for tokens, _ in got] == [12] * 9
+    print(f"{replays} of {len(modes)} steps were replays")
+    assert replays > len(modes) // 3
+
+
+# ---- parts, on one GPU of the ranks
+
+
+def _kernels(seed: int) -> float:
+    generator = torch.Generator(_device()).manual_seed(seed)
+
+    def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=_device()).to(dtype)
+
+    worst = 0.0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        limit = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2e-6}[dtype]
+        for queries, kv, size, normed in ((16, 4, 128, False), (5, 1, 64, True), (3, 3, 24, False), (2, 1, 256, True)):
+            tokens, cached = 37, 90
+            qkv = noise(tokens, queries + 2 * kv, size, dtype=dtype)
+            keys, values = (noise(cached, kv, size, dtype=dtype) for _ in range(2))
+            before = keys.clone(), values.clone()
+            angles = noise(cached, size // 2)
+            norm = noise(queries + kv, size) + 1 if normed else None
+            positions = torch.randint(cached, (tokens,), generator=generator, device=_device())
+            rows = torch.randperm(cached, generator=generator, device=_device())[:tokens]
+            rows[5], rows[36] = -1, -1
+            double = qkv[:, : queries + kv].double()
+            if norm is not None:
+                double = double * torch.rsqrt(double.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+            cosine, sine = (f(angles)[positions].double().unsqueeze(1) for f in (torch.cos, torch.sin))
+            low, high = double.chunk(2, dim=-1)
+            rotated = torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
+            new_values = qkv[:, queries + kv :].clone()
+            kernels.rope_cache(qkv, keys, values, queries, (angles.cos(), angles.sin()), norm, 1e-5, positions, rows)
+            real = rows >= 0
+            expected = before[0].double().index_copy(0, rows[real], rotated[real, queries:])
+            for name, got, want in (
+                ("queries", qkv[:, :queries], rotated[:, :queries]),
+                ("keys", keys, expected),
+                ("values", values, before[1].index_copy(0, rows[real], new_values[real])),
+            ):
+                error = float(((got.double() - want.double()).abs() / want.double().abs().clamp_min(1)).max())
+                assert error <= limit, f"{name} {dtype} {queries, kv, size, normed}: {error:.1e} of {limit:.1e}"
+                worst = max(worst, error / limit)
+        for rows_, columns in ((1, 8), (37, 72), (513, 7168)):
+            gate_up = 4 * noise(rows_, 2 * columns, dtype=dtype)
+            gate, up = gate_up.double().chunk(2, dim=-1)
+            want = torch.nn.functional.silu(gate) * up
+            error = float(((kernels.silu_mul(gate_up).double() - want).abs() / want.abs().clamp_min(1)).max())
+            assert error <= 2 * limit, f"silu {dtype} {rows_, columns}: {error:.1e}"
+    return worst
+
+
+def test_fused_kernels_against_float64():
+    print(f"largest error: {max(_ranks(_kernels, fresh_seed())):.2f} of the limit")
+
+
+def _attention(seed: int) -> float:
+    pick, device = random.Random(seed), _device()
+    worst = 0.0
+    for heads, kv_heads, size in ((8, 8, 64), (16, 4, 128), (6, 1, 32), (3, 1, 256)):
+        for decode in (False, True):
+            sequences, row, start = [], 0, 2
+            for _ in range(pick.randint(1, 7)):
+                tokens, context = 1 if decode else pick.choice([1, 5, 130]), pick.choice([0, 1, 127, 300])
+                sequences.append(SequenceRows(row, tokens, start, context))
+                row, start = row + tokens, start + context + tokens + pick.randint(0, 9)
+            padding = pick.randint(0, 3)
+            noise = torch.randn(row + padding, heads + 2, size, device=device).bfloat16()
+            keys, values = (torch.randn(start + 20, kv_heads, size, device=device).bfloat16() for _ in range(2))
+            keys[: sequences[0].cache_start] = float("nan")  # another sequence's rows must not be read
+            empty = [0] * padding
+
+            def ints(values: list[int]) -> torch.Tensor:
+                return torch.tensor(values, dtype=torch.int32, device=device)
+
+            packed = PackedSequences(
+                ints([s.first for s in sequences] + [row] * (padding + 1)),
+                ints([s.cache_start for s in sequences] + [0] * (padding + 1)),
+                ints([s.length for s in sequences] + empty),
+                1 if decode else 256,
+                1024,
+            )
+            queries = noise[:, :heads]
+            got = attend_packed(queries, keys, values, packed)[:row]
+            want = attend(queries[:row].float().contiguous(), keys.float(), values.float(), sequences)
+            error = float((got.float() - want).norm() / want.norm())
+            assert error < 0.01, f"{heads, kv_heads, size, decode}: {error}"
+            worst = max(worst, error)
+    return worst
+
+
+def test_packed_attention_against_its_definition():
+    print(f"largest relative error {max(_ranks(_attention, fresh_seed())):.1e}")
+
+
+def _budgets() -> list[float]:
+    a, w = (torch.randn(2048, 2048, device=_device()).bfloat16() for _ in range(2))
+    bias = torch.randn(2048, device=_device()).bfloat16()
+    sms = torch.cuda.get_device_properties(_device()).multi_processor_count
+    free = torch.nn.functional.linear(a, w, bias)
+    errors = []
+    for budget in (None, sms, sms - 8, sms // 2):
+        with sm_budget(budget):
+            plain = a @ w.t()
+            biased = torch.nn.functional.linear(a, w, bias)
+        errors.append(float((biased - free).float().norm() / free.float().norm()))
+        errors.append(float((plain + bias - free).float().norm() / free.float().norm()))
+    return errors
+
+
+def test_gemms_with_an_sm_budget_compute_the_same():
+    assert max(_ranks(_budgets)[0]) < 0.01
