@@ -3,14 +3,17 @@
 import contextlib
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranks import run_ranks
 from tiny_llama import VOCAB, make_engine, save_tiny_llama
-from tokenweave.engine import graphs
+from tokenweave.collective import fused_allreduce_rmsnorm
+from tokenweave.engine import collectives, graphs
 from tokenweave.engine.batch import Chunk, row_range_of, rows_of
 from tokenweave.engine.graphs import MAX_ROWS, TILE, StepGraphs, bucket_of, bucket_rows, fill_bucket
 from tokenweave.engine.split_buffer import PADDING, SplitShape, packed_inputs
@@ -142,19 +145,9 @@ class _Graph:
             kept.copy_(new)
 
 
-@pytest.fixture
-def without_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(llama, "attend_packed", attend_like_flash)
-    monkeypatch.setattr(llama.kernels, "available", lambda x: True)
-    monkeypatch.setattr(llama.kernels, "rope_cache", rope_like_the_kernel)
-    monkeypatch.setattr(
-        llama.kernels, "silu_mul", lambda x: llama.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]
-    )
+@contextlib.contextmanager
+def replaced_gpu():
+    """The engine's CUDA calls do nothing, its kernels are replaced by what they compute, a graph is a call."""
 
     def capture(self, step):
         outputs = [out.clone() for out in self._walk(step)]
@@ -162,7 +155,32 @@ def without_gpu(monkeypatch):
             out.fill_(float("nan"))
         step.outputs, step.graph, step.bytes = outputs, _Graph(lambda: self._walk(step), outputs), 1 << 20
 
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    replacements = {
+        torch.cuda: {
+            "Stream": lambda device: _Stream(),
+            "current_stream": _Stream,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "synchronize": lambda device: None,
+            "graph_pool_handle": lambda: None,
+        },
+        llama: {"attend_packed": attend_like_flash},
+        llama.kernels: {
+            "available": lambda x: True,
+            "rope_cache": rope_like_the_kernel,
+            "silu_mul": lambda x: llama.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
+        },
+        StepGraphs: {"_capture": capture},
+    }
+    with contextlib.ExitStack() as stack:
+        for where, names in replacements.items():
+            stack.enter_context(mock.patch.multiple(where, **names))
+        yield
+
+
+@pytest.fixture
+def without_gpu():
+    with replaced_gpu():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +268,57 @@ def test_the_packed_inputs_say_what_the_sequences_say():
     assert packed.cache_starts.tolist()[:2] == [10, 40]
     assert packed.lengths.tolist() == [7, 31, 0]
     assert graphs.bucket_of([rows], Plan(Mode.FUSED), 64, 64).splits[0].max_queries == 2
+
+
+def _fused_like_the_kernels(partial, residual, weight, eps, workspace, *, rows, row_count, **options):
+    """The real rows alone are reduced, sampled rows behind them are skipped, everything else is garbage."""
+    real = int(row_count)
+    partial[real:] = float("nan")
+    del options["ctas"], options["cluster"]
+    arguments = (partial[:real], residual[:real], weight, eps, workspace)
+    workspace.transport = "torch"
+    try:
+        if rows is None:
+            fused_allreduce_rmsnorm(*arguments, **options)
+            return partial, None
+        wanted = rows[rows < real]
+        assert (rows[len(wanted) :] >= partial.shape[0]).all(), "padding that some rank would own"
+        out = partial.new_full((len(rows), partial.shape[1]), float("nan"))
+        out[: len(wanted)] = fused_allreduce_rmsnorm(*arguments, rows=wanted, **options)[0]
+        return out, None
+    finally:
+        workspace.transport = "p2p"
+
+
+def _replays_on_rank(path, seed):
+    engine = make_engine(path, max_batch_tokens=96, cache_rows=256)
+    pick = random.Random(seed)
+    for tensor in engine.cache.keys + engine.cache.values:
+        tensor.normal_()
+    worst = 0.0
+    with torch.inference_mode(), replaced_gpu():
+        step_graphs = StepGraphs(engine._stages, engine.workspace, engine._residual, engine._overlap, 128)
+        for number in range(60):
+            chunks = _random_step(pick, number)
+            rows = rows_of(chunks)
+            plan = Plan(Mode.FUSED)
+            if rows > 1 and pick.random() < 0.6:
+                plan = Plan(Mode.WOVEN, split=max(1, rows // 2 // 8 * 8))
+            expected = engine.forward(chunks, plan)
+            engine.workspace.transport = "p2p"
+            with mock.patch.object(collectives, "fused_allreduce_rmsnorm", _fused_like_the_kernels):
+                got = step_graphs.forward(chunks, plan)
+            engine.workspace.transport = "torch"
+            assert got.shape == expected.shape
+            if got.numel():
+                worst = max(worst, float((got - expected).abs().max()))
+    replays = step_graphs.replays
+    engine.close()
+    return worst, replays
+
+
+def test_collectives_of_replayed_steps_get_the_real_rows(model):
+    """Two ranks, the row count and padded sampled rows as the GPU's kernels take them."""
+    for worst, replays in run_ranks(2, _replays_on_rank, model, 3):
+        assert worst < 1e-4
+        assert replays > 10
