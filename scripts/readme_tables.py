@@ -71,7 +71,12 @@ def _table(path: Path) -> str:
 
 
 def _row(cells: list[Any]) -> str:
-    return "| " + " | ".join(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+    return "| " + " | ".join(_number(cell) if isinstance(cell, float) else str(cell) for cell in cells) + " |"
+
+
+def _number(x: float) -> str:
+    """Three digits that mean something, and no exponent: 4.26, 29.8, 405.7, 1086."""
+    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3g}"
 
 
 def main() -> int:

@@ -77,6 +77,8 @@ def _one(workspace: Workspace, tokens: int, layout: str, ctas: int | None, seed:
     for part in parts:
         total += part.double()
     tolerance = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}[workspace.dtype]
+    if TRANSPORT != "p2p":
+        tolerance *= 1.5  # the switch rounds the sum before the residual is added: one rounding more
     mine = slice(own.start, own.stop)
     if len(own):
         assert _relative(residual[mine], total[mine]) < tolerance

@@ -201,6 +201,11 @@ def _twoshot(
     memory = _symmetric(workspace)
     tokens = partial.shape[0]
     x, y = workspace.offset_of(partial), None if out is None else workspace.offset_of(out)
+    if launch.channel and (x is None or (out is not None and y is None)):
+        raise CollectiveError(
+            f"fused_allreduce_rmsnorm: channel={launch.channel} with partial sums or a result outside the workspace; the "
+            "staging regions serve channel 0, one collective at a time: use workspace.buffer(tokens) for both"
+        )
     if x is None:  # peers read a copy
         staged = workspace.staging(tokens, 0)
         staged.copy_(partial)
