@@ -20,7 +20,7 @@ from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.cost import CostModel
 from tokenweave.planning.hardware import Gpu, gpu_by_name, local_gpu
 from tokenweave.planning.plan import Mode, Plan
-from tokenweave.planning.waves import aligned_cuts, gemm_sms, waves
+from tokenweave.planning.waves import even_cuts, gemm_sms, waves
 
 MODE_VARIABLE = "TOKENWEAVE_MODE"
 GAIN = 0.98  # a woven step must promise to take at most this share of the best other mode's time: the model's own error
@@ -219,18 +219,17 @@ class Planner:
     def _best_woven(self, batch: Batch) -> _Woven | None:
         """The best cut and CTAs. None for a single row.
 
-        For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where there is
-        any such cut, else all tile-aligned ones; of those the one with the shortest makespan (see TIE).
+        For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
+        has any such cut, else evenly spaced ones; of those the one with the shortest makespan (see TIE).
         """
         model, tokens = self.model, batch.tokens
-        cuts = aligned_cuts(tokens, model.gpu)
-        if not len(cuts):
+        if not len(others := even_cuts(tokens, model.gpu)):
             return None
         sms = np.array([gemm_sms(model.gpu, model.held(ctas)) for ctas in model.ctas])
-        neutral = model.tiling.neutral_cuts(tokens, sms, cuts)
-        choice, index = np.nonzero(neutral | ~neutral.any(axis=1, keepdims=True))
-        flat = cuts[index]
-        each = None if model.ctas == (None,) else np.array(model.ctas, dtype=np.int64)[choice]
+        allowed = [cuts if len(cuts) else others for cuts in model.tiling.neutral_cuts(tokens, sms)]
+        flat = np.concatenate(allowed)
+        ctas = np.repeat(np.array([ctas or 0 for ctas in model.ctas]), [len(cuts) for cuts in allowed])
+        each = None if model.ctas == (None,) else ctas
         times = model.woven_us(batch, flat, each)
         close = np.nonzero(times <= times.min() * (1 + TIE))[0]
         best = close[abs(2 * flat[close] - tokens).argmin()]

@@ -80,7 +80,9 @@ TILES = {
 """Architecture -> tile shapes that its GEMM library has."""
 
 WAVE_US = 1.0  # of each wave: filling the pipeline and writing the tile
-MAX_CUTS = 128  # of one batch
+MAX_CUTS = 128  # of one batch, where waves rule none out
+NEAR_CUTS = 128  # around the middle, whose waves are counted first
+NEUTRAL_CUTS = 32  # of those without more waves than the whole, the nearest to the middle
 SLIVERS = 32  # up to as many row steps a batch may be cut anywhere: filling the SMs matters more than balance
 HBM_SHARE = 0.85  # of the data sheet's bandwidth, in streaming kernels
 
@@ -147,13 +149,12 @@ def gemm_us(gemm: Gemm, tokens: np.ndarray, sms: int, gpu: Gpu) -> np.ndarray:
     return np.maximum(best, memory_us(gemm, tokens, gpu)) + gpu.kernel_us
 
 
-def aligned_cuts(tokens: int, gpu: Gpu) -> np.ndarray:
-    """Prefix lengths worth trying, int64 [n <= MAX_CUTS]: multiples of :func:`row_step`, or of its double, fourfold, ...
+def even_cuts(tokens: int, gpu: Gpu) -> np.ndarray:
+    """Prefix lengths worth trying where no cut is wave-neutral, int64 [n <= MAX_CUTS].
 
-    Where the batch is no longer than a row step it is the middle; empty for fewer than two tokens. Nothing between
-    multiples of a tile's height can need fewer waves: rounding the prefix up to the next one keeps its tiles and can only
-    take some from the suffix. Long batches get a coarser grid so that a plan stays under a millisecond, and keep a third
-    of the rows on either side: a sliver cannot hide the rest's collective, however well its tiles fill the SMs.
+    Multiples of :func:`row_step`, or of its double, fourfold, ...; the middle of a batch that is no longer than a row
+    step; empty for fewer than two tokens. Long batches get a coarser grid so that a plan stays under a millisecond, and
+    keep a third of the rows on either side: a sliver cannot hide the rest's collective.
     """
     step = row_step(gpu)
     if tokens <= step:
@@ -170,6 +171,7 @@ class Tiling:
 
     def __init__(self, gemms: Sequence[Gemm], gpu: Gpu) -> None:
         self.gemms, self.tiles = tuple(gemms), TILES[gpu.arch]
+        self._step = row_step(gpu)
         self._height = np.array([tile.rows for tile in self.tiles])
         # [gemms, tiles]: tiles side by side of one row of tiles, and us of a wave
         self._across = np.array([[ceil_div(g.n, t.columns) * g.experts for t in self.tiles] for g in gemms])
@@ -185,18 +187,54 @@ class Tiling:
         in_whole = ceil_div(rows, self._height) * self._across
         return (ceil_div(in_whole, sms[:, None, None]) * self._wave_us).argmin(axis=2)
 
-    def neutral_cuts(self, tokens: int, sms: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-        """Whether the halves need no more waves together than the whole on the same SMs: bool [choices of SMs, cuts].
+    def neutral_cuts(self, tokens: int, sms: np.ndarray) -> list[np.ndarray]:
+        """Cuts whose halves need no more waves together than the whole on the same SMs, for each number of SMs.
 
         Waves are summed over the GEMMs. Both sides are counted on the SMs that the GEMMs of a woven step have: that a held
         SM costs time is the makespan's business, that a cut wastes SMs is this function's.
+
+        Returns:
+            int64 [n <= NEUTRAL_CUTS] for each of ``sms``, from the nearest to the middle on. Empty only where no cut of
+            the batch is neutral, wherever it lies.
         """
         tiles = self.whole_tiles(tokens, sms)
-        height = self._height[tiles][:, :, None]
-        across = np.take_along_axis(self._across[None], tiles[:, :, None], axis=2)
-        parts = np.concatenate([cuts, tokens - cuts, [tokens]])
-        rows = ceil_div(parts * self._routed[:, None], self._experts[:, None])  # [gemms, parts]
-        in_parts = ceil_div(rows, height) * across  # [choices, gemms, parts]
-        total = ceil_div(in_parts, sms[:, None, None]).sum(axis=1)
-        n = len(cuts)
-        return total[:, :n] + total[:, n : 2 * n] <= total[:, -1:]
+        steps = np.arange(self._step, tokens, self._step, dtype=np.int64)
+        near = steps[max(0, (len(steps) - NEAR_CUTS) // 2) :][:NEAR_CUTS]
+        parts = np.concatenate([near, tokens - near, [tokens]])
+        total = sum(self._waves(g, parts, tiles[:, g, None], sms[:, None]) for g in range(len(self.gemms)))
+        mask = total[:, : len(near)] + total[:, len(near) : -1] <= total[:, -1:]
+        found = []
+        for of_near, shapes, usable in zip(mask, tiles, sms.tolist(), strict=True):
+            cuts = near[of_near]
+            if not len(cuts):
+                cuts = self._neutral_anywhere(tokens, usable, shapes, steps, len(near))
+            found.append(cuts[abs(2 * cuts - tokens).argsort(kind="stable")[:NEUTRAL_CUTS]])
+        return found
+
+    def _neutral_anywhere(self, tokens: int, sms: int, tiles: np.ndarray, steps: np.ndarray, known: int) -> np.ndarray:
+        """All neutral cuts among ``steps``, of which ``known`` are known not to be, and the ends of rows of tiles.
+
+        No other cut can be neutral where none of these is: lengthening its prefix until a row of tiles ends adds no tiles
+        to it and can only take some from the suffix.
+        """
+        gemms = range(len(self.gemms))
+        whole = [int(self._waves(g, tokens, tiles[g], sms)) for g in gemms]
+        if min(whole) < 2:  # each half has a wave of every GEMM
+            return steps[:0]
+        ends = [
+            np.arange(1, ceil_div(tokens * routed, unit), dtype=np.int64) * unit // routed
+            for unit, routed in zip((self._height[tiles] * self._experts).tolist(), self._routed.tolist(), strict=True)
+            if unit % (self._step * routed)
+        ]
+        if not ends and len(steps) <= known:
+            return steps[:0]
+        cuts = np.unique(np.concatenate([steps, *ends])) if ends else steps
+        for g in gemms:  # halves never need fewer waves than the whole: the sum is neutral where every GEMM is
+            halves = self._waves(g, cuts, tiles[g], sms) + self._waves(g, tokens - cuts, tiles[g], sms)
+            cuts = cuts[halves <= whole[g]]
+        return cuts
+
+    def _waves(self, gemm: int, tokens: Any, tiles: Any, sms: Any) -> Any:
+        """Waves of one GEMM for rows of the batch. ``tiles`` are indices; ints or int64 arrays that broadcast."""
+        rows_of_tiles = ceil_div(tokens * self._routed[gemm], self._height[tiles] * self._experts[gemm])
+        return ceil_div(rows_of_tiles * self._across[gemm, tiles], sms)
