@@ -155,6 +155,7 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
     assert all(0 < row["plan"]["split"] < row["tokens"] for row in woven)
     assert [row["ms"] for row in rows] == [row["ms"] for row in other["rows"]], "ranks report the slowest of them"
     assert bool(result["sweep"]) == sweep
+    assert result["wrong"] == []
     assert all(entry["tokens"] in (48, 130) for entry in result["sweep"])
     assert len(result["readme"]["rows"]) == 2
     assert all(len(line) == len(result["readme"]["columns"]) for line in result["readme"]["rows"])

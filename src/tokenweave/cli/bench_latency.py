@@ -112,7 +112,7 @@ def _run_rank(args: argparse.Namespace) -> int:
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
-    return 0
+    return 1 if result["wrong"] else 0
 
 
 def _model(args: argparse.Namespace, rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Model:
