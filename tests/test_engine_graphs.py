@@ -233,27 +233,32 @@ def test_replayed_steps_equal_eager_ones(model, without_gpu):
     engine.close()
 
 
-def test_the_least_recently_used_graphs_go_first(model, without_gpu):
+def test_graphs_are_bounded_in_number_and_memory(model, without_gpu):
     engine = make_engine(model, max_batch_tokens=96, cache_rows=256)
     step_graphs = StepGraphs(
-        engine._stages, engine.workspace, engine._residual, engine._overlap, 128, max_graphs=3, max_bytes=2 << 20
+        engine._stages, engine.workspace, engine._residual, engine._overlap, 128, max_graphs=3, max_bytes=3 << 20
     )
 
-    def run(rows):
-        step_graphs.forward([Chunk(0, 0, (1,) * rows, 0, True)], Plan(Mode.SEQUENTIAL))
+    def run(*sizes):
+        """Rows of steps -> how many of them were replays."""
+        before = step_graphs.replays
+        for rows in sizes:
+            step_graphs.forward([Chunk(0, 0, (1,) * rows, 0, True)], Plan(Mode.SEQUENTIAL))
+        return step_graphs.replays - before
 
-    for rows in (3, 3, 5, 5):
-        run(rows)
+    assert run(3, 3, 5, 5, 3, 20) == 3
     assert (step_graphs.graphs, step_graphs.bytes) == (2, 2 << 20)
-    run(3)
-    run(20)  # a new bucket: the memory is at its bound, and 5 rows were not used for longest
-    assert step_graphs.graphs == 1
-    replays = step_graphs.replays
-    run(3)
-    assert step_graphs.replays == replays + 1
-    for rows in (40, 60, 96):
-        run(rows)
-    assert len(step_graphs._steps) == 3
+    assert run(40) == 0  # a fourth bucket: 5 rows were not used for longest
+    assert run(3) == 1
+    assert run(5) == 0
+    assert run(5, 3) == 2
+    assert run(20) == 0  # it had given way to 5 rows
+    assert step_graphs.graphs == 2
+    assert run(20) == 1
+    assert step_graphs.bytes == 3 << 20
+    assert run(96) == 0  # at the bound of the memory all go
+    assert (step_graphs.graphs, step_graphs.bytes) == (0, 0)
+    assert run(96, 3, 3) == 2
     engine.close()
 
 

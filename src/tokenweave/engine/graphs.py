@@ -172,6 +172,7 @@ class StepGraphs:
         self._steps: OrderedDict[Bucket, _Step] = OrderedDict()
         self._stream = torch.cuda.Stream(workspace.device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._pool_bytes = 0
 
     @property
     def graphs(self) -> int:
@@ -180,8 +181,8 @@ class StepGraphs:
 
     @property
     def bytes(self) -> int:
-        """GPU memory that capturing them took, activations and launch parameters together."""
-        return sum(step.bytes for step in self._steps.values())
+        """GPU memory of the pool that their activations share, and of their launches."""
+        return self._pool_bytes + sum(step.bytes for step in self._steps.values())
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], plan: Plan) -> torch.Tensor | None:
@@ -219,10 +220,12 @@ class StepGraphs:
         return torch.cat([out[: len(given.sampled)] for out, given in zip(outputs, ranges, strict=True)])
 
     def close(self) -> None:
-        """Drops all graphs, once the GPU is done with them; idempotent."""
+        """Drops all graphs and their memory, once the GPU is done with them; idempotent."""
         if self._steps:
             torch.cuda.synchronize(self._workspace.device)
             self._steps.clear()
+            torch.cuda.empty_cache()
+        self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), 0
 
     def _new(self, bucket: Bucket, plan: Plan) -> _Step:
         workspace, device = self._workspace, self._workspace.device
@@ -283,7 +286,7 @@ class StepGraphs:
         workspace = self._workspace
         gc.collect()  # what a collection destroys while a stream captures could break the capture
         torch.cuda.synchronize(workspace.device)
-        free = torch.cuda.mem_get_info(workspace.device)[0]
+        free, reserved = torch.cuda.mem_get_info(workspace.device)[0], torch.cuda.memory_reserved(workspace.device)
         counted = workspace.collectives, workspace.bytes_sent
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -298,7 +301,9 @@ class StepGraphs:
             graph.capture_end()
         workspace.collectives, workspace.bytes_sent = counted  # nothing has run yet
         step.graph = graph
-        step.bytes = max(0, free - torch.cuda.mem_get_info(workspace.device)[0])
+        pool = torch.cuda.memory_reserved(workspace.device) - reserved
+        self._pool_bytes += pool
+        step.bytes = max(0, free - torch.cuda.mem_get_info(workspace.device)[0] - pool)
         log.debug(
             "captured a %s step of %d rows: %d graphs, %d MiB",
             step.bucket.mode,
@@ -308,8 +313,11 @@ class StepGraphs:
         )
 
     def _make_room(self) -> None:
-        """Drops the buckets that were not used for longest until another may come. Graphs share one memory pool, in which
-        the next capture finds the room."""
-        while self._steps and (len(self._steps) >= self._max_graphs or self.bytes >= self._max_bytes):
+        """Drops the bucket that was not used for longest if there are too many. At the bound of the memory all of them
+        go, because the pool that they share shrinks only with the last."""
+        if self.bytes >= self._max_bytes:
+            log.warning("step graphs took %d MiB: all of them are dropped", self.bytes >> 20)
+            self.close()
+        elif len(self._steps) >= self._max_graphs:
             torch.cuda.synchronize(self._workspace.device)  # it may still run
             self._steps.popitem(last=False)
