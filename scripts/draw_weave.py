@@ -71,7 +71,7 @@ class Clock:
 
 def timeline(mode: Mode) -> tuple[list[Box], float]:
     """(work in the order it was issued, end in us) of the first LAYERS layers in this mode."""
-    planner = Planner(read_config(MODEL), GPU, RANKS, "p2p")
+    planner = Planner(read_config(MODEL), GPU, RANKS, "p2p", "auto")
     model, plan = planner.model, planner.plan(TOKENS, mode=mode)
     batch = Batch((Run(TOKENS, 0, True),))
     ends = [plan.split or TOKENS, TOKENS] if plan.split else [TOKENS]

@@ -13,6 +13,7 @@ import pytest
 from tiny_llama import save_tiny_llama
 from tokenweave import LLM, SamplingParams
 from tokenweave.cli import generate
+from tokenweave.cli.main import main
 
 CLI = Path(sys.executable).parent / "tokenweave"
 
@@ -77,6 +78,43 @@ def test_cli_prints_the_text_and_then_a_table(model):
     assert rows["decode plan"].strip() == "fused x 3"
     assert set(rows) >= {"time to first token", "tokens/s", "prefill step", "decode step"}
     assert "collectives" in rows["decode step"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "mode"),
+    [
+        ("sequential", [], "sequential"),
+        ("sequential", ["--mode", "fused"], "fused"),
+        ("nonsense", ["--mode", "auto"], None),
+    ],
+)
+def test_mode_beats_the_environment(model, environment, arguments, mode, monkeypatch, capsys):
+    monkeypatch.setenv("TOKENWEAVE_MODE", environment)
+    assert (
+        main(["generate", "--model", str(model), "--prompt", "w3 w4", "--max-tokens", "2", "--json", *arguments]) == 0
+    )
+    (answer,) = json.loads(capsys.readouterr().out)
+    assert mode is None or set(answer["mode_counts"]) == {mode}
+
+
+def test_a_mode_of_the_environment_is_checked(model, monkeypatch, capsys):
+    monkeypatch.setenv("TOKENWEAVE_MODE", "nonsense")
+    assert main(["generate", "--model", str(model), "--prompt", "w3"]) == 2
+    assert "TOKENWEAVE_MODE='nonsense'; expected one of auto, sequential, fused, woven" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/nope", "no model '/nope': there is no such file or folder; expected a Hugging Face folder with config.json"),
+        ("llama-3.1-8b", "Llama-3.1-8B is built in as numbers to plan with, without weights; expected a Hugging Face"),
+    ],
+)
+def test_built_in_numbers_are_nothing_to_generate_from(name, message, capsys):
+    assert main(["generate", "--model", name, "--prompt", "x"]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert "Qwen" not in shown
 
 
 def test_a_prompts_file_is_cut_at_line_feeds_alone(tmp_path):

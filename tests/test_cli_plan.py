@@ -24,6 +24,14 @@ def test_command_prints_the_documented_json(capsys: pytest.CaptureFixture[str]) 
     assert several[0]["waves"] == {"whole": several[0]["waves"]["whole"], "prefix": None, "suffix": None}
 
 
+def test_mode_beats_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "Llama-3.1-8B", "--gpu", "h200", "--tp", "4", "--tokens", "4096", "--json"]
+    monkeypatch.setenv("TOKENWEAVE_MODE", "sequential")
+    for given, mode in [([], "sequential"), (["--mode", "auto"], "woven"), (["--mode", "fused"], "fused")]:
+        assert main([*arguments, *given]) == 0
+        assert json.loads(capsys.readouterr().out)["mode"] == mode
+
+
 def test_command_explains_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "Mixtral-8x7B", "--gpu", "h100", "--tp", "8", "--tokens", "1,8192"]) == 0
     out = capsys.readouterr().out

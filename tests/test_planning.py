@@ -8,6 +8,7 @@ import pickle
 import random
 import statistics
 import time
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tokenweave.engine.batch import Chunk
+from tokenweave.engine.build import EngineArgs, plan_function
 from tokenweave.errors import ModelError, RequestError
 from tokenweave.models import ModelConfig, builtin_names, read_config
 from tokenweave.planning import GPUS, Mode, Plan, Planner, gpu_by_name, plan
@@ -279,7 +282,7 @@ def test_order_of_requests_and_caching_change_nothing(sequences: list[tuple[int,
     assert pickle.loads(pickle.dumps(plans[0])) == plans[0]
 
 
-def test_overrides_and_the_veto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_and_the_veto() -> None:
     planner = planner_of("Llama-3.1-8B", "h200", 4, "p2p")
     assert planner.plan(4096).mode is Mode.WOVEN
     assert planner.plan(4096, allow_woven=False).mode is Mode.FUSED
@@ -287,15 +290,46 @@ def test_overrides_and_the_veto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planner.plan(4096, mode="sequential") == Plan(Mode.SEQUENTIAL)
     assert planner.plan(4096, mode=Mode.FUSED).mode is Mode.FUSED
     assert planner.plan(1, mode="woven").mode is Mode.FUSED
+    sequential = Planner(planner.model.config, "h200", 4, mode="sequential")
+    assert sequential.plan(4096).mode is Mode.SEQUENTIAL
+    assert sequential.plan(4096, mode="auto").mode is Mode.WOVEN
     assert planner.plan(2, mode="woven").split == 1
     assert "woven" not in planner.explain(4096, allow_woven=False).predicted_ms
-    monkeypatch.setenv("TOKENWEAVE_MODE", "sequential")
-    by_environment = Planner(planner.model.config, "h200", 4)
-    assert by_environment.plan(4096).mode is Mode.SEQUENTIAL
-    assert by_environment.plan(4096, mode="auto").mode is Mode.WOVEN
-    assert plan(4096, planner.model.config, gpu="h200", tp=4).mode is Mode.SEQUENTIAL
-    monkeypatch.delenv("TOKENWEAVE_MODE")
-    assert plan(4096, planner.model.config, gpu="h200", tp=4).mode is Mode.WOVEN
+
+
+def by_planner(mode: Mode | str | None) -> str:
+    return str(Planner(read_config("Llama-3.1-8B"), "h200", 4, "p2p", mode).plan(4096).mode)
+
+
+def by_call(mode: Mode | str | None) -> str:
+    return str(plan(4096, read_config("Llama-3.1-8B"), gpu="h200", tp=4, mode=mode).mode)
+
+
+def by_engine(mode: Mode | str | None) -> str:
+    choose = plan_function(EngineArgs("x", 4, device="cpu", mode=mode), read_config("Llama-3.1-8B"), "torch")
+    return str(choose([Chunk(0, 0, (0,) * 1000, 0, True)]).mode)
+
+
+@pytest.mark.parametrize("entry", [by_planner, by_call, by_engine])
+def test_a_mode_that_is_given_beats_the_environment_which_beats_the_default(
+    entry: Callable[[Mode | str | None], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for environment, argument, expected in [
+        (None, None, "woven"),
+        ("", None, "woven"),
+        ("auto", None, "woven"),
+        ("sequential", None, "sequential"),
+        ("Sequential", "auto", "woven"),
+        ("sequential", "fused", "fused"),
+        ("sequential", Mode.FUSED, "fused"),
+        ("woven", "sequential", "sequential"),
+        ("nonsense", "auto", "woven"),
+        (None, "fused", "fused"),
+    ]:
+        monkeypatch.delenv("TOKENWEAVE_MODE", raising=False)
+        if environment is not None:
+            monkeypatch.setenv("TOKENWEAVE_MODE", environment)
+        assert entry(argument) == expected, (environment, argument)
 
 
 def test_what_is_asked_for_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +338,7 @@ def test_what_is_asked_for_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     for bad, message in [
         (lambda: planner.plan(0), "0 tokens"),
         (lambda: planner.plan(5, sequences=[(2, 0), (2, 9)]), "4 rows together; the step has 5"),
-        (lambda: planner.plan(5, mode="fast"), "unknown mode 'fast'"),
+        (lambda: planner.plan(5, mode="fast"), "mode='fast'; expected one of auto, sequential, fused, woven"),
         (lambda: planner.plan(5, context=-1), "context"),
         (lambda: Planner(config, "h300", 2), "expected one of h100, h200"),
         (lambda: Planner(config, "h100", 0), "size 0"),
@@ -317,7 +351,7 @@ def test_what_is_asked_for_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="9 query heads"):
         Planner(config, "h100", 10)
     monkeypatch.setenv("TOKENWEAVE_MODE", "quick")
-    with pytest.raises(RequestError, match="TOKENWEAVE_MODE"):
+    with pytest.raises(RequestError, match="TOKENWEAVE_MODE='quick'; expected one of auto, sequential"):
         Planner(config, "h100", 2)
 
 

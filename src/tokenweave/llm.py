@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -115,7 +116,7 @@ class LLM:
         model: str | os.PathLike[str],
         tensor_parallel_size: int = 1,
         dtype: str = "auto",
-        mode: str = "auto",
+        mode: str | None = None,
         max_batch_tokens: int = 2048,
         max_num_seqs: int = 256,
         cache_tokens: int | None = None,
@@ -124,7 +125,8 @@ class LLM:
         device: str = "auto",
         show_progress: bool | None = None,
     ) -> None:
-        from tokenweave.models import load_tokenizer, read_config
+        from tokenweave.models import load_tokenizer
+        from tokenweave.models.config import read_model_config
         from tokenweave.models.sharding import shard_of
 
         self.args = EngineArgs(
@@ -146,7 +148,7 @@ class LLM:
         self._owner = os.getpid()
         self._generating = threading.Lock()
         # What can be told from the files alone is told before any rank starts.
-        shard_of(read_config(self.args.model), 0, tensor_parallel_size)
+        shard_of(read_model_config(Path(self.args.model)), 0, tensor_parallel_size)
         self.tokenizer = load_tokenizer(self.args.model)
         if tensor_parallel_size == 1 or under_torchrun(tensor_parallel_size):
             self._ranks = LocalRank(self.args, show_progress)

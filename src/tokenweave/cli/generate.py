@@ -26,9 +26,8 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--mode",
-        default="auto",
-        help="auto (TOKENWEAVE_MODE if it is set, else the planner's choice for each step), sequential, fused or woven; "
-        "default %(default)s",
+        help="auto (the planner's choice for each step), sequential, fused or woven; default: what the environment "
+        "variable TOKENWEAVE_MODE says, else auto",
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="one prompt; its answer is printed as it comes")

@@ -20,7 +20,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tokens", required=True, help="rows of the step; several separated by commas")
     parser.add_argument("--context", type=int, default=0, help="positions that precede them (default 0)")
     parser.add_argument("--transport", help=f"{', '.join(TRANSPORTS)}; default: the one with the least traffic")
-    parser.add_argument("--mode", help="auto, sequential, fused or woven; default: TOKENWEAVE_MODE, or auto")
+    parser.add_argument(
+        "--mode", help="auto, sequential, fused or woven; default: what TOKENWEAVE_MODE says, else auto"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list for several --tokens")
 
 

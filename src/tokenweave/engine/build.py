@@ -22,12 +22,11 @@ from tokenweave.engine.text import Decoder
 from tokenweave.errors import RequestError
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream
-from tokenweave.planning import Mode, Plan, Planner
+from tokenweave.planning import Mode, Plan, Planner, asked_mode
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODES = ("auto", *(mode.value for mode in Mode))
 
 # Of the memory that is free once the weights are loaded. The rest of a GPU is for activations and the logits; a CPU
 # shares its memory with everything else, and its cache takes memory only as rows are first written.
@@ -43,7 +42,8 @@ class EngineArgs:
         tensor_parallel_size: ranks.
         dtype: ``"auto"`` (cpu: float32, cuda: bfloat16), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         device: ``"auto"`` (cuda if there is a GPU per rank), ``"cpu"`` or ``"cuda"``.
-        mode: ``"auto"`` (the planner chooses each step's), ``"sequential"``, ``"fused"`` or ``"woven"``.
+        mode: ``"auto"`` (the planner chooses each step's), ``"sequential"``, ``"fused"`` or ``"woven"``. None, the
+            default, becomes what the environment variable TOKENWEAVE_MODE says, or auto.
         max_batch_tokens: most rows of a step; longer prompts are computed in chunks.
         max_num_seqs: most requests that run at once.
         cache_tokens: token positions of the KV cache; None: by the free memory.
@@ -58,7 +58,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     dtype: str = "auto"
     device: str = "auto"
-    mode: str = "auto"
+    mode: str | None = None
     max_batch_tokens: int = 2048
     max_num_seqs: int = 256
     cache_tokens: int | None = None
@@ -66,9 +66,11 @@ class EngineArgs:
     graphs: bool = True
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", ("auto", *DTYPES)), ("device", ("auto", "cpu", "cuda")), ("mode", MODES)):
+        for name, allowed in (("dtype", ("auto", *DTYPES)), ("device", ("auto", "cpu", "cuda"))):
             if getattr(self, name) not in allowed:
                 raise RequestError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(allowed)}")
+        # Here, so that all ranks are given one and the same mode.
+        object.__setattr__(self, "mode", str(asked_mode(self.mode) or "auto"))
         for name in ("tensor_parallel_size", "max_batch_tokens", "max_num_seqs", "cache_tokens", "max_context"):
             value = getattr(self, name)
             if value is None and name in ("cache_tokens", "max_context"):
@@ -187,7 +189,7 @@ def plan_function(args: EngineArgs, config: ModelConfig, transport: str) -> Call
         "cpu" if args.device_type == "cpu" else None,
         args.tensor_parallel_size,
         transport,
-        None if args.mode == "auto" else args.mode,
+        args.mode,
     )
     captured = args.graphs and args.device_type == "cuda"
     told = False

@@ -142,34 +142,45 @@ def read_config(path_or_name: str | Path) -> ModelConfig:
         ModelError: there is nothing of that name, the file is damaged, or the model needs something that is not
             supported (a sliding window, logit soft-caps, other rotary scalings, ...).
     """
-    path = Path(path_or_name)
-    try:
-        exists = path.exists()
-    except OSError as error:  # a name too long, a folder that must not be read
-        raise ModelError(f"{str(path_or_name)[:200]!r}: cannot be looked up: {error.strerror}") from None
-    if exists:
+    if _exists(path := Path(path_or_name)):
         return read_model_config(path)
-    names = builtin_names()
-    for name in names:
-        if name.casefold() == str(path_or_name).casefold():
-            return _read_builtin(name)
+    if (name := _builtin(path)) is not None:
+        return _read_builtin(name)
     raise ModelError(
         f"no model {str(path_or_name)!r}: there is no such file or folder, and it is none of the built-in "
-        f"configurations: {', '.join(names)}"
+        f"configurations: {', '.join(builtin_names())}"
     )
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """As :func:`read_config`, of an existing model's folder or file (a built-in name has no weights)."""
+    """As :func:`read_config`, of an existing model's folder or file: a built-in name has no weights."""
     # Imported here: both readers build a ModelConfig, so they import this module.
     from tokenweave.models.gguf_config import read_gguf_config
     from tokenweave.models.hf_config import read_hf_config
 
-    if path.is_dir():
+    if _exists(path) and path.is_dir():
         return read_hf_config(path)
     if path.is_file():
         return read_gguf_config(path)
-    raise ModelError(f"{path}: no such model; expected a Hugging Face folder with config.json or a .gguf file")
+    expected = "expected a Hugging Face folder with config.json and *.safetensors, or a .gguf file"
+    if (name := _builtin(path)) is not None:
+        raise ModelError(
+            f"no model {str(path)!r}: there is no such file or folder. {name} is built in as numbers to plan with, without "
+            f"weights; {expected}"
+        )
+    raise ModelError(f"no model {str(path)!r}: there is no such file or folder; {expected}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a name too long, a folder that must not be read
+        raise ModelError(f"{str(path)[:200]!r}: cannot be looked up: {error.strerror}") from None
+
+
+def _builtin(path: Path) -> str | None:
+    """The built-in name that this is, in any case."""
+    return next((name for name in builtin_names() if name.casefold() == str(path).casefold()), None)
 
 
 def _read_builtin(name: str) -> ModelConfig:

@@ -96,8 +96,8 @@ class Planner:
         gpu: a :class:`Gpu`, a name of the table, or None for this machine's (the ``cpu`` entry without one).
         tp: ranks.
         transport: of the fused collective; None for the one with the least wire on this GPU.
-        mode: ``"auto"`` or a :class:`Mode` for every plan that does not name one itself; None reads the environment
-            variable TOKENWEAVE_MODE (auto where it is unset), which must then be the same on all ranks.
+        mode: ``"auto"`` or a :class:`Mode` for every plan that does not name one itself; None for :func:`asked_mode`'s
+            default, which must then be the same on all ranks.
 
     Attributes:
         model: the cost model that decides.
@@ -120,7 +120,7 @@ class Planner:
         known = _gpu(gpu)
         transport = comm.check_transport(transport or comm.default_transport(known, tp), known)
         self.model = CostModel(config, known, tp, transport)
-        self._default_mode = _mode(_environment_mode() if mode is None else mode)
+        self._default_mode = asked_mode(mode)
         self._gain = CPU_GAIN if known.arch == "cpu" else GAIN
         self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
 
@@ -191,7 +191,7 @@ class Planner:
         batch = Batch(runs_of([(tokens, context)] if sequences is None else sequences))
         if batch.tokens != tokens:
             raise RequestError(f"the sequences have {batch.tokens} rows together; the step has {tokens}")
-        return batch, self._default_mode if mode is None else _mode(mode), allow_woven
+        return batch, self._default_mode if mode is None else asked_mode(mode), allow_woven
 
     def _choose(self, batch: Batch, mode: Mode | None, allow_woven: bool) -> Plan:
         if mode is Mode.SEQUENTIAL:
@@ -278,16 +278,26 @@ class Planner:
         )
 
 
-def _mode(name: Mode | str) -> Mode | None:
-    """None for auto."""
+def asked_mode(mode: Mode | str | None = None) -> Mode | None:
+    """The mode that counts: the argument, ``"auto"`` too; for None what TOKENWEAVE_MODE says; auto where that is not set.
+
+    Every entry point (:class:`Planner`, :func:`plan`, ``LLM``, ``--mode``) goes by this and has None as its default.
+
+    Returns:
+        None for auto: the planner chooses.
+
+    Raises:
+        RequestError: no mode is called so.
+    """
+    source, name = "mode", mode
+    if mode is None:
+        source, name = MODE_VARIABLE, os.environ.get(MODE_VARIABLE) or "auto"
     if str(name).casefold() == "auto":
         return None
     try:
         return Mode(str(name).casefold())
     except ValueError:
-        raise RequestError(
-            f"unknown mode {str(name)!r} (argument or {MODE_VARIABLE}); expected auto, {', '.join(map(str, Mode))}"
-        ) from None
+        raise RequestError(f"{source}={str(name)!r}; expected one of auto, {', '.join(map(str, Mode))}") from None
 
 
 def _cluster(ctas: int | None) -> int | None:
@@ -299,13 +309,9 @@ def _gpu(gpu: Gpu | str | None) -> Gpu:
     return local_gpu() if gpu is None else gpu_by_name(gpu) if isinstance(gpu, str) else gpu
 
 
-def _environment_mode() -> str:
-    return os.environ.get(MODE_VARIABLE) or "auto"
-
-
 @functools.lru_cache(maxsize=16)
-def _planner(config: ModelConfig, gpu: Gpu, tp: int, transport: str | None, mode: Mode | str) -> Planner:
-    return Planner(config, gpu, tp, transport, mode)
+def _planner(config: ModelConfig, gpu: Gpu, tp: int, transport: str | None) -> Planner:
+    return Planner(config, gpu, tp, transport, "auto")
 
 
 def plan(
@@ -321,5 +327,6 @@ def plan(
     allow_woven: bool = True,
 ) -> Plan:
     """The plan of one step: :meth:`Planner.plan` of a planner that is kept for the next call with the same arguments."""
-    planner = _planner(config, _gpu(gpu), tp, transport, _environment_mode())
+    mode = asked_mode(mode) or "auto"
+    planner = _planner(config, _gpu(gpu), tp, transport)
     return planner.plan(tokens, context=context, sequences=sequences, mode=mode, allow_woven=allow_woven)
