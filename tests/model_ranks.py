@@ -33,10 +33,14 @@ class Runner:
         self.kv = KVCache(
             model.config.layers, rows, model.kv_heads_local, model.config.head_dim, model.dtype, model.device
         )
-        for cache in (*self.kv.keys, *self.kv.values):
-            cache.fill_(float("nan"))  # reading a row before it is written shows
+        self.forget()
         self.stages = model.stages(self.kv)
         self.workspace = Workspace(model.group, max_tokens=rows, hidden=model.config.hidden, dtype=model.dtype)
+
+    def forget(self) -> None:
+        """Reading a row of the cache before it is written shows."""
+        for cache in (*self.kv.keys, *self.kv.values):
+            cache.fill_(float("nan"))
 
     def step(self, pieces: list[Piece], mode: str, cut: int | None = None) -> torch.Tensor:
         """float32 logits of all rows of the pieces, [tokens, vocab]. ``cut``: rows in the prefix of a woven step."""
@@ -122,3 +126,30 @@ def all_logits(path: Path, sequences: list[list[int]]) -> dict[str, list[torch.T
         results[name] = out
         runner.workspace.close()
     return results
+
+
+def every_length(path: Path, ids: list[int], expected: torch.Tensor) -> tuple[list[tuple[int, int | None]], list[str]]:
+    """Prompts of 1 to len(ids) tokens in one step, whole and cut in several places.
+
+    A row's logits do not depend on what follows it, so ``expected``, those of all of ``ids``, judges every length.
+
+    Returns:
+        (the (length, cut) that were run, what is wrong), on each rank.
+    """
+    runner = Runner(load_on_rank(path), [ids], length=len(ids))
+    done: list[tuple[int, int | None]] = []
+    wrong = []
+    for length in range(1, len(ids) + 1):
+        # Slivers at either end and the middle; at lengths of more than a few tokens one of these or the whole, in turn.
+        cuts = sorted({1, 2, 3, length // 2, length - 3, length - 2, length - 1} & set(range(1, length)))
+        ways = [None, *cuts]
+        for cut in ways if length < 8 else [ways[length % len(ways)]]:
+            runner.forget()
+            mode = "woven" if cut else ("fused", "sequential")[length // 8 % 2]
+            logits = runner.step([Piece(0, 0, length)], mode, cut)
+            error = ((logits - expected[:length]).norm() / expected[:length].norm()).item()
+            done.append((length, cut))
+            if not error < 1e-4:
+                wrong.append(f"{length} tokens, {mode}, cut {cut}: off by {error:.1e}")
+    runner.workspace.close()
+    return done, wrong

@@ -62,6 +62,15 @@ def run_ranks(
     return results
 
 
+def run_fresh_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """As :func:`run_ranks`, on processes that no other call has used or will use: for what happens only once in each."""
+    pool = _Pool(world_size, "cpu")
+    try:
+        return pool.run(function, args, timeout)
+    finally:
+        pool.kill()
+
+
 def close_pools() -> None:
     """Ends every rank process; idempotent."""
     while _pools:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoints import VARIANTS, make_checkpoint, reference_logits
-from model_ranks import Piece, Runner, all_logits, load_on_rank
+from model_ranks import Piece, Runner, all_logits, every_length, load_on_rank
 from ranks import run_ranks
 from tokenweave.errors import ModelError
 from tokenweave.models import load_model
@@ -49,6 +49,17 @@ def test_logits_equal_transformers(
             assert relative(mine, reference) < 1e-4, name
         for other in ranks[1:]:
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(logits, other[name], strict=True)), name
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen2", "qwen3", "mixtral"])
+def test_every_length_of_a_prompt_wherever_it_is_cut(tmp_path: Path, variant: str) -> None:
+    folder = make_checkpoint(tmp_path, variant)
+    ids = [1, *torch.randint(3, 160, (69,), generator=torch.Generator().manual_seed(3)).tolist()]
+    for done, wrong in run_ranks(2, every_length, folder, ids, reference_logits(folder, ids)):
+        assert wrong == []
+        assert {length for length, _ in done} == set(range(1, 71))
+        assert {(2, 1), (3, 2), (7, 3), (7, 6)} <= set(done)
+        assert {(8, None), (16, None), (69, 66)} <= set(done)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
