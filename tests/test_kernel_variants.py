@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tokenweave.collective.compile import Kernel, compile_kernel
-from tokenweave.collective.cuda_backend import (
+from tokenweave.collective.instantiations import instantiations, option_names, quantised_option_sets
+from tokenweave.collective.kernels import (
     FP8,
     HAS_RESIDUAL,
     ROW_SCALES,
@@ -21,7 +22,6 @@ from tokenweave.collective.cuda_backend import (
     register_kernel,
     ring_kernel,
 )
-from tokenweave.collective.instantiations import instantiations, option_names, quantised_option_sets
 from tokenweave.errors import CollectiveError
 
 MAKERS = (ring_kernel, register_kernel, multimem_kernel, oneshot_kernel)

@@ -90,11 +90,11 @@ def _stand_in(kind: str, monkeypatch: pytest.MonkeyPatch, *, multicast: int = 0)
             data, fp8, torch.zeros(fp8_regions, max_tokens), [0], multicast, 0, 0, 0, 0, words, words, None
         )
 
-    def launch(of, partial, residual, epilogue, options):
+    def launch(call):
+        of, partial = call.workspace, call.partial
         launched.append(of.transport)
         bad = (kind == of.transport or kind in ("wrong", "NaN", "fails")) and of.rank == of.world_size - 1
-        replicated = options.layout == "replicated"
-        torch_backend.fused(partial, residual, epilogue, of, None, partial, replicated)
+        torch_backend.fused(call)
         if kind == "fails" and bad:
             raise CollectiveError("a peer did not come")
         if bad:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from tokenweave.collective.compile import Kernel
-from tokenweave.collective.cuda_backend import (
+from tokenweave.collective.kernels import (
     BIAS,
     FP8,
     HAS_RESIDUAL,

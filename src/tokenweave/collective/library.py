@@ -10,9 +10,10 @@ from typing import cast
 
 import torch
 
+from tokenweave.collective.call import Call, Launch, Layout
 from tokenweave.collective.fp8 import Fp8
-from tokenweave.collective.op import Launch, Layout, run
-from tokenweave.collective.workspace import Workspace, find
+from tokenweave.collective.op import run
+from tokenweave.collective.workspace import find
 from tokenweave.stages import Epilogue
 
 _COMMON = (
@@ -50,7 +51,7 @@ def _run(
 ) -> torch.Tensor:
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
     launch = Launch(channel, ctas, cluster, cast(Layout, layout))
-    return run(partial, residual, epilogue, find(workspace), launch, rows, row_count, out, fp8)
+    return run(Call(partial, residual, epilogue, find(workspace), launch, rows, row_count, out, fp8))
 
 
 def _in_place(partial, residual, *rest):
@@ -87,24 +88,22 @@ torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_fp8", lambda *a
 torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm", _new_fake, lib=_library)
 
 
-def traced(
-    partial: torch.Tensor,
-    residual: torch.Tensor,
-    epilogue: Epilogue,
-    workspace: Workspace,
-    launch: Launch,
-    rows: torch.Tensor | None,
-    row_count: torch.Tensor | None,
-    out: torch.Tensor | None,
-    fp8: Fp8 | None = None,
-) -> torch.Tensor:
+def traced(call: Call) -> torch.Tensor:
     """The call as ops, for a compiler that is tracing."""
+    partial, residual, epilogue, launch, out, fp8 = (
+        call.partial,
+        call.residual,
+        call.epilogue,
+        call.launch,
+        call.out,
+        call.fp8,
+    )
     rest = (
         epilogue.weight,
         epilogue.post_norm,
         epilogue.bias,
-        rows,
-        row_count,
+        call.rows,
+        call.row_count,
         epilogue.eps,
         epilogue.weight_offset,
         epilogue.has_residual,
@@ -112,7 +111,7 @@ def traced(
         launch.channel,
         launch.ctas,
         launch.cluster,
-        workspace.handle,
+        call.workspace.handle,
     )
     ops = torch.ops.tokenweave
     if fp8 is not None:
@@ -121,7 +120,7 @@ def traced(
     if out is not None:
         ops.fused_allreduce_rmsnorm_out(partial, residual, out, *rest)
         return out
-    if rows is None:
+    if call.rows is None:
         ops.fused_allreduce_rmsnorm_(partial, residual, *rest)
         return partial
     return cast(torch.Tensor, ops.fused_allreduce_rmsnorm(partial, residual, *rest))

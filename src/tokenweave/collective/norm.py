@@ -61,7 +61,7 @@ def add_rmsnorm(
             raise CollectiveError(f"add_rmsnorm: {name} starts at {tensor.data_ptr():#x}; expected 16-byte alignment")
     if not x.shape[0]:
         return out
-    kernel = norm_kernel(hidden, dtype, cuda_backend._options(epilogue, x.dtype, None, None))
+    kernel = norm_kernel(hidden, dtype, cuda_backend.norm_options(epilogue, x.dtype))
     args = Args(
         residual=residual.data_ptr(),
         weight=epilogue.weight.data_ptr(),

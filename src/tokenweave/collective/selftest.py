@@ -6,6 +6,7 @@ milliseconds where they are cached; a group asks once for each kind of workspace
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import weakref
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import torch_backend
-from tokenweave.collective.op import Launch, Layout, run
+from tokenweave.collective.call import Call, Launch, Layout
+from tokenweave.collective.op import run
 from tokenweave.collective.workspace import Workspace
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
@@ -104,13 +106,14 @@ def _wrong(workspace: Workspace, case: _Case, seed: int) -> str | None:
     epilogue = Epilogue(normal(hidden, generator=ours), 1e-5)
     partial = workspace.buffer(case.tokens)
     partial.copy_(start)
+    call = Call(partial, residuals[0], epilogue, workspace, Launch(ctas=case.ctas, layout=case.layout))
     broken = None
     try:
-        _launch(workspace, partial, residuals[0], epilogue, Launch(ctas=case.ctas, layout=case.layout))
+        _launch(call)
     except CollectiveError as error:
         broken = str(error)
     expected = torch.full_like(start, float("nan"))
-    torch_backend.fused(start, residuals[1], epilogue, workspace, None, expected, case.layout == "replicated")
+    torch_backend.fused(dataclasses.replace(call, partial=start, residual=residuals[1], out=expected))
     if broken:
         return broken
     # The residual has the same bits: the same sums in the same order. A switch rounds its sum before the residual add.
@@ -131,15 +134,13 @@ def _wrong(workspace: Workspace, case: _Case, seed: int) -> str | None:
     return None
 
 
-def _launch(
-    workspace: Workspace, partial: torch.Tensor, residual: torch.Tensor, epilogue: Epilogue, launch: Launch
-) -> None:
+def _launch(call: Call) -> None:
     """The call in place, done and without a failure on its record."""
     from tokenweave.collective import cuda_backend
 
-    run(partial, residual, epilogue, workspace, launch, None, None, None)
-    torch.cuda.synchronize(workspace.device)
-    cuda_backend.check(workspace)
+    run(call)
+    torch.cuda.synchronize(call.workspace.device)
+    cuda_backend.check(call.workspace)
 
 
 def _agreed(workspace: Workspace, found: str | None) -> str | None:

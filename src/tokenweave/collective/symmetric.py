@@ -102,6 +102,23 @@ class Symmetric:
         return list(words) if words[0] else None
 
 
+def _everywhere(true: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether it is true on all ranks."""
+    everywhere = torch.tensor([true], dtype=torch.int32, device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+    return bool(everywhere)
+
+
+def _expect_everywhere(failed: str | None, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises CollectiveError on all ranks if there is a failure on any."""
+    if not _everywhere(failed is None, group, device):
+        raise CollectiveError(
+            f"the GPUs of this group ({dist.get_world_size(group)} ranks) cannot share memory: "
+            f"{failed or 'another rank says why'}. Peer-to-peer access over NVLink between all of them, in one host, is "
+            "needed; transport='torch' works without"
+        )
+
+
 def allocate(
     group: dist.ProcessGroup,
     *,
@@ -118,7 +135,7 @@ def allocate(
     A multicast mapping is torch's to make, and is not made where :func:`multicast_switched_off`.
 
     Raises:
-        CollectiveError: the ranks' GPUs cannot map each other's memory.
+        CollectiveError: on all ranks, where the GPU of any has no memory for it or cannot map the others'.
     """
     import torch.distributed._symmetric_memory as symm
 
@@ -131,23 +148,28 @@ def allocate(
     inbox_bytes = 3 * world * inbox_rows * row_bytes
     flags = data_bytes + fp8_bytes + scale_bytes
     inboxes = flags + channels * FLAG_BYTES
+    # Each step is agreed on: a rank that failed alone would leave the others waiting for it in the next one.
+    memory = handle = failed = None
     try:
         memory = symm.empty(inboxes + channels * inbox_bytes, dtype=torch.uint8, device=device)
-        switched_off = multicast_switched_off(os.environ) is not None
+    except RuntimeError as error:
+        failed = str(error)
+    _expect_everywhere(failed, group, device)
+    assert memory is not None
+    switched_off = multicast_switched_off(os.environ) is not None
+    try:
         with _without_multicast() if switched_off else contextlib.nullcontext():
             handle = symm.rendezvous(memory, group)
     except RuntimeError as error:
-        raise CollectiveError(
-            f"the GPUs of this group ({world} ranks) cannot share memory: {error}. Peer-to-peer access over NVLink "
-            "between all of them, in one host, is needed; transport='torch' works without"
-        ) from error
+        failed = str(error)
+    _expect_everywhere(failed, group, device)
+    assert handle is not None
     memory[flags:inboxes].zero_()
     sentinel = SENTINELS[dtype] - (1 << 32)
     memory[inboxes:].view(torch.int32).fill_(sentinel)
     torch.cuda.synchronize(device)
     multicast = 0 if switched_off else int(handle.multicast_ptr or 0)
-    everywhere = torch.tensor([multicast != 0], dtype=torch.int32, device=device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+    multicast = multicast if _everywhere(multicast != 0, group, device) else 0
     dist.barrier(group)  # nobody signals before everyone's flags are zero
     torch.cuda.synchronize(device)
 
@@ -159,7 +181,7 @@ def allocate(
         fp8=part(data_bytes, fp8_regions * hidden, fp8.DTYPE).view(fp8_regions, max_tokens, hidden),
         scales=part(data_bytes + fp8_bytes, fp8_regions, torch.float32).view(fp8_regions, max_tokens),
         addresses=[int(p) for p in handle.buffer_ptrs],
-        multicast=multicast if int(everywhere) else 0,
+        multicast=multicast,
         flags=flags,
         inboxes=inboxes,
         inbox_bytes=inbox_bytes,

@@ -6,15 +6,18 @@ one fixed reduction tree for the norm. Nothing depends on the row's owner, its n
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import torch
 import torch.distributed as dist
 
 from tokenweave.collective import norm
-from tokenweave.collective.fp8 import Fp8, quantise
+from tokenweave.collective.call import Call
+from tokenweave.collective.fp8 import quantise
 from tokenweave.collective.rows import owned_rows
 from tokenweave.collective.workspace import Workspace
+from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 
 
@@ -58,24 +61,39 @@ def normalised(h: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     return rms_norm(h.float(), epilogue.weight, epilogue.eps, epilogue.weight_offset).to(h.dtype)
 
 
-def fused(
-    partial: torch.Tensor,
-    residual: torch.Tensor,
-    epilogue: Epilogue,
-    workspace: Workspace,
-    rows: torch.Tensor | None,
-    out: torch.Tensor | None,
-    replicated: bool,
-    fp8: Fp8 | None = None,
-) -> None:
-    """Reduce-scatter by rows, residual add and norm on the owned rows, all-gather. Arguments as ``op`` checked them.
+def fused(call: Call) -> torch.Tensor:
+    """Reduce-scatter by rows, residual add and norm on the owned rows, all-gather. The call is checked already."""
+    out, written = call.out, call.fp8
+    if out is None and written is None:
+        out = call.partial if call.rows is None else call.partial.new_empty(call.results, call.workspace.hidden)
+    result = out if written is None else written.rows
+    assert result is not None
+    real = call
+    if call.row_count is not None:  # this transport splits the rows on the host
+        count = min(call.tokens, max(0, int(call.row_count)))
+        rows = call.rows
+        if rows is not None and rows.numel() and int(rows[-1]) >= count:
+            raise CollectiveError(f"fused_allreduce_rmsnorm: rows={rows.tolist()}; row_count leaves rows below {count}")
+        real = dataclasses.replace(call, partial=call.partial[:count], residual=call.residual[:count])
+        if rows is None:
+            out, written = None if out is None else out[:count], None if written is None else written.first(count)
+    _run(dataclasses.replace(real, out=out, fp8=written))
+    return result
 
-    Writes ``out``, ``fp8`` or both.
-    """
+
+def _run(call: Call) -> None:
+    """Writes ``call.out``, ``call.fp8`` or both."""
+    partial, residual, epilogue, workspace, rows = (
+        call.partial,
+        call.residual,
+        call.epilogue,
+        call.workspace,
+        call.rows,
+    )
     tokens, world = partial.shape[0], workspace.world_size
     if rows is not None:  # sampled rows keep their owner; `rows` is ascending, so each owner's share of it is one run
         partial = partial[rows]
-    if replicated:
+    if call.replicated:
         mine: torch.Tensor | slice = slice(None) if rows is None else rows
         parts = _gather(partial, workspace)
     else:
@@ -93,15 +111,15 @@ def fused(
     residual[mine] = h
     results: list[tuple[torch.Tensor, torch.Tensor]] = []  # (my rows, all rows)
     y = rms_norm(h.float(), epilogue.weight, epilogue.eps, epilogue.weight_offset)
-    if out is not None:
-        results.append((y.to(h.dtype), out))
-    if fp8 is not None:
+    if call.out is not None:
+        results.append((y.to(h.dtype), call.out))
+    if (fp8 := call.fp8) is not None:
         quantised, scales = quantise(y, fp8.scale)
         results.append((quantised.view(torch.uint8), fp8.rows.view(torch.uint8)))  # gloo knows no e4m3
         if fp8.scales is not None:
             results.append((scales[:, None], fp8.scales[:, None]))
     for part, whole in results:
-        if replicated:
+        if call.replicated:
             whole.copy_(part)
         else:
             _scatter_back(part, counts, workspace, whole)

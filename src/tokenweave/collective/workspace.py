@@ -177,10 +177,11 @@ class Workspace:
         """Symmetric memory, and the first transport that works on it; the ``torch`` transport if none does."""
         from tokenweave.collective import selftest
 
-        assert self.group is not None
+        group = self.group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
         try:
             self.symmetric = allocate(
-                self.group,
+                group,
                 max_tokens=self.max_tokens,
                 hidden=self.hidden,
                 dtype=self.dtype,

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
-from tokenweave.collective.op import Layout
+from tokenweave.collective.call import Layout
 from tokenweave.planning.plan import Mode, Plan
 from tokenweave.stages import Epilogue
 from tokenweave.weave import Collective

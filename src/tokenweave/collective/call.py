@@ -1,0 +1,156 @@
+"""One call of a collective: its arguments as one value, and the contract that they are checked against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tokenweave.collective import fp8 as quantisation
+from tokenweave.collective.fp8 import Fp8
+from tokenweave.collective.workspace import Workspace
+from tokenweave.errors import CollectiveError
+from tokenweave.stages import Epilogue
+
+Layout = Literal["sharded", "replicated"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a call is launched; the fields are documented at :func:`tokenweave.fused_allreduce_rmsnorm`."""
+
+    channel: int = 0
+    ctas: int | None = None
+    cluster: int | None = None
+    layout: Layout = "sharded"
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a collective, documented at :func:`tokenweave.fused_allreduce_rmsnorm`.
+
+    With ``fp8``, ``out`` is where the rows go unquantised as well, or None.
+    """
+
+    partial: torch.Tensor
+    residual: torch.Tensor
+    epilogue: Epilogue
+    workspace: Workspace
+    launch: Launch = Launch()
+    rows: torch.Tensor | None = None
+    row_count: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    fp8: Fp8 | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Rows of ``partial``."""
+        return self.partial.shape[0]
+
+    @property
+    def results(self) -> int:
+        """Rows of the result: the sampled ones, or all."""
+        return self.tokens if self.rows is None else self.rows.shape[0]
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds, reduces and updates all rows of the residual."""
+        return self.launch.layout == "replicated"
+
+
+def check(op: str, call: Call) -> None:
+    """Raises, with the name of the public function ``op``, if the call breaks the contract.
+
+    Raises:
+        CollectiveError: says what was given and what is expected.
+    """
+    partial, residual, epilogue, workspace, launch = (
+        call.partial,
+        call.residual,
+        call.epilogue,
+        call.workspace,
+        call.launch,
+    )
+    rows, row_count, out, fp8 = call.rows, call.row_count, call.out, call.fp8
+
+    def expect(ok: bool, what: str) -> None:
+        if not ok:
+            raise CollectiveError(f"{op}: {what}")
+
+    hidden, dtype = workspace.hidden, workspace.dtype
+    expect(not workspace.closed, f"{workspace.handle} is closed; create a new workspace")
+    expect(
+        partial.dim() == 2 and partial.shape[1] == hidden and partial.dtype == dtype,
+        f"partial is {list(partial.shape)} {partial.dtype}; this workspace takes [tokens, {hidden}] {dtype}",
+    )
+    expect(
+        partial.shape[0] <= workspace.max_tokens,
+        f"partial has {partial.shape[0]} rows; this workspace holds {workspace.max_tokens}: raise max_tokens",
+    )
+    expect(partial.stride(1) == 1, f"partial has strides {partial.stride()}; its rows must be contiguous")
+    expect(
+        partial.device == workspace.device, f"partial is on {partial.device}; this workspace is on {workspace.device}"
+    )
+    expect(
+        residual.shape == partial.shape and residual.dtype == dtype and residual.device == partial.device,
+        f"residual is {list(residual.shape)} {residual.dtype} on {residual.device}; expected partial's "
+        f"{list(partial.shape)} {dtype} on {partial.device}",
+    )
+    expect(residual.stride(1) == 1, f"residual has strides {residual.stride()}; its rows must be contiguous")
+    for name, vector in (("weight", epilogue.weight), ("post_norm", epilogue.post_norm), ("bias", epilogue.bias)):
+        if vector is not None:
+            expect(tuple(vector.shape) == (hidden,), f"{name} has shape {list(vector.shape)}; expected [{hidden}]")
+            if not vector.is_floating_point() or vector.device != partial.device:
+                expect(False, f"{name} is {vector.dtype} on {vector.device}; expected floats on {partial.device}")
+    expect(epilogue.eps >= 0, f"eps={epilogue.eps}; expected a number >= 0")
+    expect(
+        0 <= launch.channel < workspace.channels,
+        f"channel={launch.channel}; this workspace has channels 0..{workspace.channels - 1}",
+    )
+    expect(launch.layout in ("sharded", "replicated"), f"layout={launch.layout!r}; expected 'sharded' or 'replicated'")
+    if rows is not None:
+        expect(
+            rows.dim() == 1 and rows.dtype == torch.int64 and rows.device == partial.device,
+            f"rows is {list(rows.shape)} {rows.dtype} on {rows.device}; expected [n] int64 on {partial.device}",
+        )
+        if rows.device.type == "cpu" and rows.numel():  # elsewhere a look at the values would stall the stream
+            expect(
+                int(rows[0]) >= 0 and int(rows[-1]) < partial.shape[0] and bool((rows[1:] >= rows[:-1]).all()),
+                f"rows={rows.tolist()}; expected ascending rows from 0 to {partial.shape[0] - 1}",
+            )
+    if row_count is not None:
+        expect(
+            row_count.numel() == 1 and row_count.dtype == torch.int32 and row_count.device == partial.device,
+            f"row_count is {list(row_count.shape)} {row_count.dtype} on {row_count.device}; expected [1] int32 on "
+            f"{partial.device}",
+        )
+    n = partial.shape[0] if rows is None else rows.numel()
+    outputs: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]]
+    outputs = [("out" if fp8 is None else "unquantised", out, (n, hidden), dtype)]
+    if fp8 is not None:
+        outputs += [
+            ("out", fp8.rows, (n, hidden), quantisation.DTYPE),
+            ("out_scales", fp8.scales, (n,), torch.float32),
+            ("scale", fp8.scale, (1,), torch.float32),
+        ]
+    for name, tensor, shape, kind in outputs:
+        if tensor is not None:
+            expect(
+                tuple(tensor.shape) == shape and tensor.dtype == kind and tensor.device == partial.device,
+                f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; expected {list(shape)} {kind} on "
+                f"{partial.device}",
+            )
+            expect(
+                tensor.stride(-1) == 1 or tensor.numel() <= 1,
+                f"{name} has strides {tensor.stride()}; its rows must be contiguous",
+            )
+    for name, tensor in (("partial", partial), ("residual", residual), (outputs[0][0], out)):
+        if tensor is None:
+            continue
+        if tensor.shape[0] > 1 and tensor.stride(0) < hidden:
+            expect(False, f"{name} has strides {tensor.stride()}; its rows must not overlap")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            expect(False, f"{name} requires grad, and this has no backward: call it under torch.no_grad()")
+        if name != "residual" and tensor.numel() and tensor.data_ptr() == residual.data_ptr():
+            expect(False, f"residual and {name} are the same memory; each is written with its own result")

@@ -1,0 +1,71 @@
+"""Kernels' launch shapes, as pure functions of (ranks, hidden, dtype, options): compilable without a GPU."""
+
+from __future__ import annotations
+
+from tokenweave.collective.compile import ELEMENT_BYTES, Kernel
+
+# enum Option of csrc/row.cuh
+HAS_RESIDUAL, BIAS, POST_NORM, WEIGHT_FP32, ROWS, ROW_COUNT, WEIGHT_OFFSET = (1 << i for i in range(7))
+FP8, ROW_SCALES, UNQUANTISED = (1 << i for i in range(7, 10))
+SHARED_BYTES = 227 << 10  # a block's shared memory on sm_90 and sm_100, CUDA C++ Programming Guide
+STATIC_SHARED = 2048  # barriers and reduction slots
+_IN_FLIGHT = 576 << 10  # bytes; on H200 with 18 links, 12 to 16 blocks were fastest with 512 to 640 KiB
+
+
+def ring_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int) -> Kernel | None:
+    """The two-shot kernel with a shared-memory ring, or None where fewer than two rows fit."""
+    threads, groups = groups_of(hidden, dtype)
+    room = (SHARED_BYTES - STATIC_SHARED) // ((ranks + 1) * hidden * ELEMENT_BYTES[dtype])
+    groups = min(groups, 4 if room < 8 else 8, room)
+    if groups < 1 or room < 2:
+        return None
+    stages = min(room // groups, max(1, 32 // groups)) * groups
+    return Kernel("twoshot_ring", ranks, rank, hidden, dtype, options, threads, groups, stages)
+
+
+def register_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int) -> Kernel:
+    """The two-shot kernel with plain loads."""
+    threads, groups = groups_of(hidden, dtype)
+    if ranks > 5:  # a row of all of them needs more registers than 512 threads have
+        groups = max(1, min(groups, 384 // threads))
+    return Kernel("twoshot_registers", ranks, rank, hidden, dtype, options, threads, groups)
+
+
+def multimem_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int, *, emulated: bool = False) -> Kernel:
+    """The two-shot kernel for multicast addresses; ``emulated``: with peer-to-peer loops in their place, for tests."""
+    threads, groups = groups_of(hidden, dtype)
+    return Kernel("twoshot_multimem", ranks, rank, hidden, dtype, options, threads, groups, emulated=int(emulated))
+
+
+def oneshot_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int, rows: int = 1) -> Kernel:
+    """The one-shot kernel: a block a row.
+
+    A handful of rows is fastest with the other kernels' threads per row, batches up to 2 MiB with a thread per vector
+    (5 % at 64 rows of 4096, 9 % at 256), larger ones with fewer threads again (2 H200).
+    """
+    norm_threads, _ = groups_of(hidden, dtype)
+    row_bytes = hidden * ELEMENT_BYTES[dtype]
+    vectors = row_bytes // 16
+    threads = norm_threads
+    if rows > 8 and rows * row_bytes <= 2 << 20:
+        threads = max(norm_threads, -(-vectors // -(-vectors // 1024) // 32) * 32)
+    return Kernel("oneshot", ranks, rank, hidden, dtype, options, threads, norm_threads=norm_threads)
+
+
+def groups_of(hidden: int, dtype: str) -> tuple[int, int]:
+    """Threads per row, and rows at a time in at most 512 threads.
+
+    Four 16-byte vectors a thread where the row is short enough. All kernels take the same threads per row, so that the
+    norm's sum has the same order, and a row the same bits, in all of them.
+    """
+    vectors = hidden * ELEMENT_BYTES[dtype] // 16
+    per_thread = max(4, -(-vectors // 512))
+    threads = -(-vectors // per_thread // 32) * 32
+    return threads, min(15, 512 // threads)  # 15 named barriers
+
+
+def ring_depth(kernel: Kernel, ctas: int) -> int:
+    """Stages to use: all blocks together keep about half a MiB of the peers' rows in flight; a multiple of the groups."""
+    remote = ctas * (kernel.ranks - 1) * kernel.hidden * ELEMENT_BYTES[kernel.dtype]
+    rounds = int(_IN_FLIGHT / remote / kernel.groups + 0.5)
+    return kernel.groups * max(1, min(rounds, kernel.stages // kernel.groups))
