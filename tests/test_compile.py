@@ -18,7 +18,14 @@ from tokenweave.collective import compile as compiler
 from tokenweave.collective import cuda_backend
 from tokenweave.collective.compile import ELEMENT_BYTES, compile_kernel
 from tokenweave.collective.instantiations import HIDDEN, MAIN_OPTIONS, instantiations, option_names, option_sets
-from tokenweave.collective.kernels import HAS_RESIDUAL, oneshot_kernel, register_kernel, ring_depth, ring_kernel
+from tokenweave.collective.kernels import (
+    HAS_RESIDUAL,
+    SHARED_BYTES,
+    oneshot_kernel,
+    register_kernel,
+    ring_depth,
+    ring_kernel,
+)
 from tokenweave.collective.norm import norm_kernel
 from tokenweave.errors import CollectiveError
 
@@ -91,10 +98,10 @@ def test_launch_shapes_are_within_limits(ranks):
                 len({kernel.group_threads for kernel in [*kernels, *filter(None, [ring])]}) == 1
             )  # same order of sums
             if ring is None:
-                assert 2 * (ranks + 1) * hidden * ELEMENT_BYTES[dtype] > kernels.SHARED_BYTES - 2048
+                assert 2 * (ranks + 1) * hidden * ELEMENT_BYTES[dtype] > SHARED_BYTES - 2048
                 continue
             assert ring.stages % ring.groups == 0
-            assert ring.dynamic_shared_bytes + 2048 <= kernels.SHARED_BYTES
+            assert ring.dynamic_shared_bytes + 2048 <= SHARED_BYTES
             for ctas in (1, 2, 4, 8, 12, 16, 23, 64, 256):
                 depth = ring_depth(ring, ctas)
                 assert depth % ring.groups == 0
