@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: rank processes share the cores with the tests
 
@@ -26,6 +27,16 @@ def smollm2_gguf() -> Path:
         return fetch_smollm2()
     except FetchError as error:
         pytest.fail(f"this test needs SmolLM2's weights: {error}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def transformers_smollm2(smollm2_gguf: Path) -> Any:
+    """SmolLM2 as transformers reads it from the GGUF file, in float32; it takes 15 s, so all tests share it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name, dtype=torch.float32
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

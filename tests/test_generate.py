@@ -34,21 +34,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2_gguf):
+def expected(smollm2_gguf, transformers_smollm2):
     """Prompt tokens, and transformers' greedy continuation of each."""
-    from transformers import AutoModelForCausalLM
-
     tokenizer = load_tokenizer(smollm2_gguf)
-    llama = AutoModelForCausalLM.from_pretrained(
-        str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name, dtype=torch.float32
-    )
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Name three colours."}])
     prompts = [*(tokenizer.encode(text) for text in TEXTS), tokenizer.encode(chat, add_special_tokens=False)]
     texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            out = llama.generate(
+            out = transformers_smollm2.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=TOKENS,

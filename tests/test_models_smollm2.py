@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from model_ranks import Piece, Runner, load_on_rank
 from ranks import run_ranks
@@ -16,13 +16,10 @@ TEXT = "<|im_start|>user\nWrite a haiku about the sea, please.<|im_end|>\n<|im_s
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_gguf: Path) -> tuple[list[int], torch.Tensor]:
+def reference(smollm2_gguf: Path, transformers_smollm2: Any) -> tuple[list[int], torch.Tensor]:
     ids = load_tokenizer(smollm2_gguf).encode(TEXT)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
-    )
     with torch.inference_mode():
-        return ids, model(torch.tensor([ids])).logits[0]
+        return ids, transformers_smollm2(torch.tensor([ids])).logits[0]
 
 
 def logits_in_two_chunks(path: Path, ids: list[int]) -> torch.Tensor:

@@ -46,19 +46,19 @@ def smollm2(smollm2_gguf: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def transformers_smollm2(smollm2_gguf: Path) -> Any:
+def transformers_tokenizer(smollm2_gguf: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
 
 
 @pytest.fixture(scope="module")
-def published_smollm2(transformers_smollm2: Any) -> tokenizers.Tokenizer:
+def published_smollm2(transformers_tokenizer: Any) -> tokenizers.Tokenizer:
     """transformers' tokenizer with the pre-tokenizer of SmolLM2's tokenizer.json.
 
     Reading the GGUF file, transformers does not know the pre-tokenizer ``smollm`` and leaves out that digits are split
     off first. That shows where two or more spaces precede a digit ("a  1" is ["a", "  ", "1"] as the model was trained)
     and in digits other than 0-9, whose merges would cross.
     """
-    backend = tokenizers.Tokenizer.from_str(transformers_smollm2.backend_tokenizer.to_str())
+    backend = tokenizers.Tokenizer.from_str(transformers_tokenizer.backend_tokenizer.to_str())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
             tokenizers.pre_tokenizers.Digits(individual_digits=True),
@@ -69,11 +69,11 @@ def published_smollm2(transformers_smollm2: Any) -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if text != OTHER_DIGITS])
-def test_smollm2_encodes_as_transformers(smollm2: Tokenizer, transformers_smollm2: Any, text: str) -> None:
+def test_smollm2_encodes_as_transformers(smollm2: Tokenizer, transformers_tokenizer: Any, text: str) -> None:
     ids = smollm2.encode(text)
-    assert ids == transformers_smollm2.encode(text)
+    assert ids == transformers_tokenizer.encode(text)
     assert smollm2.decode(ids, skip_special_tokens=False) == text
-    assert smollm2.decode(ids) == transformers_smollm2.decode(
+    assert smollm2.decode(ids) == transformers_tokenizer.decode(
         ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
 
@@ -125,9 +125,9 @@ def test_part_of_a_character_is_marked(smollm2: Tokenizer) -> None:
 )
 @pytest.mark.parametrize("prompt", [True, False])
 def test_chat_as_transformers(
-    smollm2: Tokenizer, transformers_smollm2: Any, messages: list[dict[str, str]], prompt: bool
+    smollm2: Tokenizer, transformers_tokenizer: Any, messages: list[dict[str, str]], prompt: bool
 ) -> None:
-    expected = transformers_smollm2.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    expected = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     assert smollm2.apply_chat_template(messages, add_generation_prompt=prompt) == expected
 
 
