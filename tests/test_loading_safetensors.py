@@ -185,5 +185,5 @@ def test_missing_file(folder: Path, name: str) -> None:
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nothing: no such model"):
+    with pytest.raises(ModelError, match="nothing': there is no such file or folder; expected a Hugging Face folder"):
         load_model(tmp_path / "nothing")
