@@ -1,14 +1,24 @@
-"""Runs this command again as one process a rank, where no launcher such as torchrun did."""
+"""Runs a benchmark on a rank a GPU: under torchrun as one of its ranks, else on processes of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tokenweave.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 _GRACE = 5.0  # seconds between the first rank's failure and the end of the others
 
@@ -16,6 +26,62 @@ _GRACE = 5.0  # seconds between the first rank's failure and the end of the othe
 def launched() -> bool:
     """Whether this process is a rank already: torchrun, or :func:`run_ranks`, set its variables."""
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def on_ranks(run_rank: Callable[[], int], arguments: Sequence[str], world_size: int, time_limit: float) -> int:
+    """Runs ``run_rank`` if this process is a rank; else the command ``arguments`` on ranks of its own.
+
+    Raises:
+        RequestError: there are fewer GPUs than ranks.
+    """
+    if launched():
+        return run_rank()
+    import torch
+
+    if torch.cuda.device_count() < world_size:
+        raise RequestError(
+            f"--tp {world_size} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine"
+        )
+    return run_ranks(arguments, world_size, time_limit)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the ranks: its number, its GPU's, how many there are, the group of all."""
+
+    rank: int
+    local: int
+    ranks: int
+    device: torch.device
+    group: dist.ProcessGroup
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Rank]:
+    """Joins the ranks that the environment names, over NCCL. CUDA graphs are to be dropped before the block ends.
+
+    Raises:
+        RequestError: not 2 to 8 ranks, or no GPU for this one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if not 2 <= ranks <= 8 or torch.cuda.device_count() <= local:
+        raise RequestError(
+            f"rank {rank}: {ranks} ranks and {torch.cuda.device_count()} GPUs; expected 2 to 8 ranks of one machine, a GPU each"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+    yield Rank(rank, local, ranks, device, group)
+    # Live graphs that hold NCCL kernels would block the group's end: the caller has dropped them, this their cycles.
+    gc.collect()
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> int:

@@ -4,8 +4,6 @@ machine's GPUs."""
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,69 +47,49 @@ def run(args: argparse.Namespace) -> int:
         from tokenweave.bench.plots import require_matplotlib
 
         require_matplotlib()
-    if launch.launched():
-        return _run_rank(args)
-    import torch
-
-    if torch.cuda.device_count() < args.tp:
-        raise RequestError(f"--tp {args.tp} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine")
-    return launch.run_ranks(_command_line(args), args.tp, args.time_limit)
+    return launch.on_ranks(lambda: _run_rank(args), _command_line(args), args.tp, args.time_limit)
 
 
 def _run_rank(args: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
-    from tokenweave.bench import environment, report
+    from tokenweave.bench import environment, launch, report
     from tokenweave.bench.implementations import FAMILIES
     from tokenweave.bench.kernel import Config, KernelBench, link_gbs
     from tokenweave.bench.timing import GraphClock
 
-    rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if not 2 <= ranks <= 8 or torch.cuda.device_count() <= local:
-        raise RequestError(
-            f"rank {rank}: {ranks} ranks and {torch.cuda.device_count()} GPUs; expected 2 to 8 ranks of one machine, a GPU each"
+    with launch.joined() as me:
+        rank, device, group = me.rank, me.device, me.group
+        gpu = torch.cuda.get_device_properties(device)
+        config = Config(
+            hidden=_numbers("--hidden", args.hidden),
+            tokens=_tokens(args),
+            ctas=_numbers("--ctas", args.ctas) if args.ctas else (),
+            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
+            rounds=_rounds(args),
+            link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
+            seed=args.seed,
+            json=args.json,
         )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
-    gpu = torch.cuda.get_device_properties(device)
-    config = Config(
-        hidden=_numbers("--hidden", args.hidden),
-        tokens=_tokens(args),
-        ctas=_numbers("--ctas", args.ctas) if args.ctas else (),
-        dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
-        rounds=_rounds(args),
-        link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
-        seed=args.seed,
-        json=args.json,
-    )
-    bench = KernelBench(
-        config,
-        group,
-        device,
-        [family for family in FAMILIES if args.only is None or family.name.split()[0] in args.only.split(",")],
-        GraphClock(group, device),
-        environment.Monitor(local),
-        environment.describe() if rank == 0 else {},
-        lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
-    )
-    result = bench.run()
-    if rank == 0:
-        report.finish(result)
-        print(report.text(result), flush=True)
-        if args.plot is not None and result["rows"]:
-            from tokenweave.bench.plots import plot_kernel
+        bench = KernelBench(
+            config,
+            group,
+            device,
+            [family for family in FAMILIES if args.only is None or family.name.split()[0] in args.only.split(",")],
+            GraphClock(group, device),
+            environment.Monitor(me.local),
+            environment.describe() if rank == 0 else {},
+            lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
+        )
+        result = bench.run()
+        if rank == 0:
+            report.finish(result)
+            print(report.text(result), flush=True)
+            if args.plot is not None and result["rows"]:
+                from tokenweave.bench.plots import plot_kernel
 
-            plot_kernel(result, args.plot)
-    # Live CUDA graphs that hold NCCL kernels would block the group's end; run() has dropped them, this their cycles.
-    del bench
-    gc.collect()
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+                plot_kernel(result, args.plot)
+        del bench  # and its graphs
     return 0 if result["rows"] else 1
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,70 +46,48 @@ def run(args: argparse.Namespace) -> int:
     from tokenweave.bench import launch
 
     _check(args)
-    if launch.launched():
-        return _run_rank(args)
-    import torch
-
-    if torch.cuda.device_count() < args.tp:
-        raise RequestError(f"--tp {args.tp} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine")
-    return launch.run_ranks(command_line(args), args.tp, args.time_limit)
+    return launch.on_ranks(lambda: _run_rank(args), command_line(args), args.tp, args.time_limit)
 
 
 def _run_rank(args: argparse.Namespace) -> int:
-    import torch
-    import torch.distributed as dist
-
-    from tokenweave.bench import environment
+    from tokenweave.bench import environment, launch
     from tokenweave.bench.latency import Config, LatencyBench, text
     from tokenweave.bench.timing import GraphClock
     from tokenweave.planning import Planner
 
-    rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if not 2 <= ranks <= 8 or torch.cuda.device_count() <= local:
-        raise RequestError(
-            f"rank {rank}: {ranks} ranks and {torch.cuda.device_count()} GPUs; expected 2 to 8 ranks of one machine, a GPU each"
+    with launch.joined() as me:
+        rank, ranks, device, group = me.rank, me.ranks, me.device, me.group
+
+        def say(line: str) -> None:
+            if rank == 0:
+                print(line, file=sys.stderr, flush=True)
+
+        model = _model(args, rank, ranks, group, device)
+        config = Config(
+            model=Path(args.model).name,
+            tokens=_numbers("--tokens", args.tokens),
+            modes=_modes(args.modes),
+            rounds=args.rounds,
+            seed=args.seed,
+            sweep=args.sweep,
+            sustain=args.sustain,
+            json=args.json,
         )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    group = dist.group.WORLD
-    assert group is not None
-
-    def say(line: str) -> None:
+        bench = LatencyBench(
+            config,
+            model,
+            lambda transport: Planner(model.config, None, ranks, transport),
+            group,
+            device,
+            GraphClock(group, device),
+            environment.Monitor(me.local),
+            environment.describe() if rank == 0 else {},
+            say,
+        )
+        result = bench.run()
         if rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    model = _model(args, rank, ranks, group, device)
-    config = Config(
-        model=Path(args.model).name,
-        tokens=_numbers("--tokens", args.tokens),
-        modes=_modes(args.modes),
-        rounds=args.rounds,
-        seed=args.seed,
-        sweep=args.sweep,
-        sustain=args.sustain,
-        json=args.json,
-    )
-    bench = LatencyBench(
-        config,
-        model,
-        lambda transport: Planner(model.config, None, ranks, transport),
-        group,
-        device,
-        GraphClock(group, device),
-        environment.Monitor(local),
-        environment.describe() if rank == 0 else {},
-        say,
-    )
-    result = bench.run()
-    if rank == 0:
-        print(text(result), flush=True)
-    # Live CUDA graphs that hold NCCL kernels would block the group's end; run() has dropped them, this their cycles.
-    del bench
-    gc.collect()
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+            print(text(result), flush=True)
+        del bench  # and its graphs
     return 1 if result["wrong"] else 0
 
 
