@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenweave.cli import bench_latency
+from tokenweave.cli.arguments import numbers
 from tokenweave.errors import RequestError
 
 _TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
@@ -62,9 +63,9 @@ def _run_rank(args: argparse.Namespace) -> int:
         rank, device, group = me.rank, me.device, me.group
         gpu = torch.cuda.get_device_properties(device)
         config = Config(
-            hidden=_numbers("--hidden", args.hidden),
+            hidden=numbers("--hidden", args.hidden),
             tokens=_tokens(args),
-            ctas=_numbers("--ctas", args.ctas) if args.ctas else (),
+            ctas=numbers("--ctas", args.ctas) if args.ctas else (),
             dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
             rounds=_rounds(args),
             link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
@@ -99,11 +100,11 @@ def _check(args: argparse.Namespace) -> None:
 
     if not 2 <= args.tp <= 8:
         raise RequestError(f"--tp {args.tp}; expected 2 to 8")
-    wrong = [hidden for hidden in _numbers("--hidden", args.hidden) if hidden % 8 or hidden > 16384]
+    wrong = [hidden for hidden in numbers("--hidden", args.hidden) if hidden % 8 or hidden > 16384]
     if wrong:
         raise RequestError(f"--hidden {wrong[0]}; expected multiples of 8 up to 16384")
     _tokens(args)
-    if args.ctas and max(_numbers("--ctas", args.ctas)) > 256:
+    if args.ctas and max(numbers("--ctas", args.ctas)) > 256:
         raise RequestError(f"--ctas {args.ctas}; expected numbers from 1 to 256")
     if _rounds(args) < MIN_ROUNDS:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
@@ -116,17 +117,7 @@ def _rounds(args: argparse.Namespace) -> int:
 
 
 def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
-    return _numbers("--tokens", args.tokens or (_QUICK if args.quick else _TOKENS))
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(int(number) for number in text.split(",")))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise RequestError(f"{option} {text!r}; expected positive whole numbers separated by commas")
-    return numbers
+    return numbers("--tokens", args.tokens or (_QUICK if args.quick else _TOKENS))
 
 
 def _command_line(args: argparse.Namespace) -> list[str]:

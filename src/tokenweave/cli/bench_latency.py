@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenweave.cli.arguments import numbers
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         model = _model(args, rank, ranks, group, device)
         config = Config(
             model=Path(args.model).name,
-            tokens=_numbers("--tokens", args.tokens),
+            tokens=numbers("--tokens", args.tokens),
             modes=_modes(args.modes),
             rounds=args.rounds,
             seed=args.seed,
@@ -118,13 +119,13 @@ def _check(args: argparse.Namespace) -> None:
 
     if not 2 <= args.tp <= 8:
         raise RequestError(f"--tp {args.tp}; expected 2 to 8")
-    _numbers("--tokens", args.tokens)
+    numbers("--tokens", args.tokens)
     _modes(args.modes)
     if args.rounds < MIN_ROUNDS:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
     if args.layers is not None and args.layers < 1:
         raise RequestError(f"--layers {args.layers}; expected at least 1")
-    longest = max(_numbers("--tokens", args.tokens))
+    longest = max(numbers("--tokens", args.tokens))
     if longest > (context := read_config(args.model).context):
         raise RequestError(f"--tokens {longest}; the model's context is {context}")
 
@@ -136,16 +137,6 @@ def _modes(text: str) -> tuple[str, ...]:
     if unknown := [mode for mode in asked if mode not in MODES]:
         raise RequestError(f"--modes {unknown[0]!r}; expected some of {', '.join(MODES)}")
     return tuple(mode for mode in MODES if mode in asked)
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(int(number) for number in text.split(",")))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise RequestError(f"{option} {text!r}; expected positive whole numbers separated by commas")
-    return numbers
 
 
 def command_line(args: argparse.Namespace) -> list[str]:
