@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from tokenweave.bench import latency
-from tokenweave.bench.latency import MODES, Config, LatencyBench, finish, text
+from tokenweave.bench.latency import MODES, Config, LatencyBench
+from tokenweave.bench.latency_report import finish, text
 from tokenweave.cli import bench_latency
 from tokenweave.cli.main import main
-from tokenweave.collective.torch_backend import normalised
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.dummy import dummy_model
-from tokenweave.overlap import CpuThread
 from tokenweave.planning import Planner
 
 TINY = ModelConfig(
@@ -76,13 +75,6 @@ class FixedMonitor:
         }
 
 
-def _norm_alone(partial, residual, epilogue, rows):
-    total = partial.float() + (residual.float() if epilogue.has_residual else 0)
-    residual.copy_(total)
-    partial.copy_(normalised(residual, epilogue))
-    return partial if rows is None else partial[rows]
-
-
 def _bench(path, sweep, sustain):
     """On each rank: the benchmark with the CUDA calls of its host side taken out."""
     replaced = {
@@ -92,11 +84,7 @@ def _bench(path, sweep, sustain):
             "stream": lambda stream: contextlib.nullcontext(),
             "Event": _Event,
         },
-        latency: {
-            "CudaStream": lambda device: CpuThread(),
-            "_norm_alone": _norm_alone,
-            "_symmetric_rows": lambda *args: None,
-        },
+        latency: {"symmetric_rows": lambda *args: None},
     }
     with contextlib.ExitStack() as stack:
         for module, names in replaced.items():

@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_rank(args: argparse.Namespace) -> int:
     from tokenweave.bench import environment, launch
-    from tokenweave.bench.latency import Config, LatencyBench, text
+    from tokenweave.bench.latency import Config, LatencyBench
+    from tokenweave.bench.latency_report import text
     from tokenweave.bench.timing import GraphClock
     from tokenweave.planning import Planner
 
