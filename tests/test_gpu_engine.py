@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import threading
 import time
 from unittest import mock
 
@@ -20,11 +21,13 @@ import torch.distributed as dist
 from collective_cases import fresh_seed
 from ranks import run_ranks
 from tiny_llama import answers, new_requests, save_tiny_llama
+from tokenweave import LLM
 from tokenweave.engine import collectives, graphs
 from tokenweave.engine.batch import Chunk, rows_of
 from tokenweave.engine.build import EngineArgs, build_engine, engine_around
 from tokenweave.engine.sampling import SamplingParams
-from tokenweave.models import kernels
+from tokenweave.errors import TokenWeaveError
+from tokenweave.models import kernels, load_tokenizer
 from tokenweave.models.attention import attend
 from tokenweave.models.attention_cuda import attend_packed
 from tokenweave.models.config import ModelConfig
@@ -387,3 +390,81 @@ def _budgets() -> list[float]:
 
 def test_gemms_with_an_sm_budget_compute_the_same():
     assert max(_ranks(_budgets)[0]) < 0.01
+
+
+# ---- real weights
+
+TEXT = "<|im_start|>user\nWrite a haiku about the sea, please.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def _smollm2(path: str, dtype: str, mode: str, device: str) -> tuple[list[list[int]], list[str]]:
+    """Greedy tokens of three requests of different lengths, and the modes of the steps."""
+    single = device == "cpu"
+    args = EngineArgs(
+        path,
+        1 if single else dist.get_world_size(),
+        dtype=dtype,
+        device=device,
+        mode=mode,
+        max_batch_tokens=64,
+        cache_tokens=1200,
+        max_context=400,
+    )
+    group = None if single else dist.group.WORLD
+    engine = build_engine(args, rank=0 if single else dist.get_rank(), group=group)
+    ids = load_tokenizer(path).encode(TEXT)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    got = answers(engine, new_requests([ids, ids[:7], ids + ids], params))
+    modes = [str(step.mode) for step in engine.steps]
+    engine.close()
+    return [tokens for tokens, _ in got], modes
+
+
+@pytest.fixture(scope="module")
+def smollm2_on_cpu(smollm2_gguf):
+    return _smollm2(str(smollm2_gguf), "float32", "sequential", "cpu")[0]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "fused", "woven", "auto"])
+def test_smollm2_writes_the_cpus_text(smollm2_gguf, smollm2_on_cpu, mode):
+    for tokens, _ in _ranks(_smollm2, str(smollm2_gguf), "float32", mode, "cuda"):
+        assert tokens == smollm2_on_cpu
+
+
+def test_smollm2_in_bf16(smollm2_gguf, smollm2_on_cpu):
+    """A tie that bf16 breaks the other way changes the rest of a text, so only the first tokens are compared with fp32's;
+    between ranks all of them."""
+    for mode in ("fused", "woven"):
+        results = _ranks(_smollm2, str(smollm2_gguf), "bfloat16", mode, "cuda")
+        assert all(result == results[0] for result in results)
+        same = [
+            next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), len(want))
+            for got, want in zip(results[0][0], smollm2_on_cpu, strict=True)
+        ]
+        print(f"{mode}: the first {same} of 24 tokens are fp32's")
+        assert sum(same) >= 24
+
+
+# ---- a rank that dies
+
+
+def test_a_killed_rank_ends_the_others(tiny):
+    """Generation on all ranks, one of them killed: the caller gets an exception that names it, within the time limit."""
+    llm = LLM(tiny, RANKS, device="cuda", dtype="bfloat16", mode="woven", cache_tokens=2000)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    killer = threading.Timer(1.0, llm._ranks.processes[-1].kill)
+
+    def generate_until_it_fails() -> None:
+        while time.perf_counter() - began < 60:
+            llm.generate(["w1 w2 w3"] * 8, params)
+
+    began = time.perf_counter()
+    killer.start()
+    try:
+        with pytest.raises(TokenWeaveError, match=f"rank {RANKS - 1}"):
+            generate_until_it_fails()
+    finally:
+        killer.cancel()
+        llm.close()
+    assert time.perf_counter() - began < 40
+    assert all(process.returncode is not None for process in llm._ranks.processes)

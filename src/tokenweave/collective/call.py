@@ -37,7 +37,7 @@ class Call:
     residual: torch.Tensor
     epilogue: Epilogue
     workspace: Workspace
-    launch: Launch = Launch()
+    launch: Launch  # no default: torch 2.11's tracer cannot wrap an instance that is a default
     rows: torch.Tensor | None = None
     row_count: torch.Tensor | None = None
     out: torch.Tensor | None = None

@@ -85,7 +85,7 @@ class Function:
         module, self._function = c_void_p(), c_void_p()
         _check(driver().cuModuleLoadData(byref(module), compiled.cubin), f"loading {kernel.name}")
         _check(driver().cuModuleGetFunction(byref(self._function), module, kernel.name.encode()), kernel.name)
-        if kernel.dynamic_shared_bytes > 48 << 10:
+        if kernel.dynamic_shared_bytes:  # 48 KiB without asking, and the static part counts too
             status = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, kernel.dynamic_shared_bytes)
             _check(status, f"{kernel.name}: {kernel.dynamic_shared_bytes} bytes of shared memory")
 

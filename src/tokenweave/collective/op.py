@@ -144,5 +144,5 @@ def allreduce_rmsnorm(
         [tokens or n, hidden], the normalised rows.
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
-    check("allreduce_rmsnorm", Call(partial, residual, epilogue, workspace, rows=rows))
+    check("allreduce_rmsnorm", Call(partial, residual, epilogue, workspace, Launch(), rows))
     return torch_backend.sequential(partial, residual, epilogue, workspace, rows)
