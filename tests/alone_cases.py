@@ -1,0 +1,247 @@
+"""Calls of all ranks in one process on one GPU (tokenweave.bench.alone), against float64, with memory around that is watched.
+
+    PYTHONPATH=src python3 tests/alone_cases.py [--plant memory|race]
+
+runs a small set of them, for compute-sanitizer (test_gpu_sanitizer.py); ``--plant`` makes a mistake in the kernels first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+import fp8_cases
+from collective_cases import EPS, POISON, Case, Data, bits, check, make, on
+from tokenweave.bench import alone
+from tokenweave.collective import Workspace, cuda_backend
+from tokenweave.collective import compile as compiler
+from tokenweave.collective.call import Call, Launch
+from tokenweave.collective.compile import Kernel, compile_kernel
+from tokenweave.collective.fp8 import Fp8
+from tokenweave.collective.norm import add_rmsnorm
+from tokenweave.collective.rows import owned_rows
+from tokenweave.stages import Epilogue
+
+GAP = 64 << 10  # bytes
+PLANTS = {  # what is wrong, and the line of csrc/row.cuh that it is made from
+    "memory": ("hi = min(tokens, lo + chunk)", "hi = lo + chunk + 1"),  # the last rank reads a row behind its residual
+    "race": ('asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(S::GT) : "memory");', ""),
+}
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A case and how it is launched.
+
+    Attributes:
+        fp8: ``"static"``, ``"row"`` for a scale a row, or None. both: the rows unquantised as well.
+        real: the row count in device memory, or None for none.
+        fine: vectors in float32.
+        kernel: the one that has to run, as a check of this list.
+    """
+
+    case: Case
+    kernel: str
+    ranks: int = 2
+    ctas: int | None = None
+    cluster: int | None = None
+    transport: str = "p2p"
+    fp8: str | None = None
+    both: bool = False
+    real: int | None = None
+    fine: bool = False
+
+
+def small() -> list[Alone]:
+    """Every kernel, and every option in at least one of them."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    ring, plain, once = "twoshot_ring", "twoshot_registers", "oneshot"
+    return [
+        Alone(Case(71, 4096), ring, ctas=2),
+        Alone(Case(70, 2880, fp16, post_norm=True), ring, ctas=2, cluster=2),
+        Alone(Case(71, 4096, bias=True, weight_offset=1.0), ring, ctas=1, fine=True),
+        Alone(Case(64, 4096, rows=tuple(range(1, 64, 2)), use_out=True), ring, ctas=1),
+        Alone(Case(90, 4096), ring, ctas=1, real=67),
+        Alone(Case(71, 4096), ring, ctas=2, fp8="row", both=True),
+        Alone(Case(71, 4096, has_residual=False), ring, ctas=1, fp8="static"),
+        Alone(Case(71, 2880), ring, ranks=4, ctas=1),
+        Alone(Case(33, 4096), plain),
+        Alone(Case(1, 4096), plain),
+        Alone(Case(9, 4096, rows=(0, 3, 8), post_norm=True), plain),
+        Alone(Case(5, 72, torch.float32), plain),
+        Alone(Case(33, 4096, fp16), plain, fp8="row"),
+        Alone(Case(33, 2880, bf16), "twoshot_multimem", transport="multimem-emulated"),
+        Alone(Case(1, 4096, replicated=True), once),
+        Alone(Case(33, 4096, replicated=True), once),
+        Alone(Case(9, 2880, fp16, replicated=True, post_norm=True, bias=True), once),
+        Alone(Case(33, 4096, replicated=True, rows=(0, 3, 8, 32)), once, fp8="row", both=True),
+        Alone(Case(33, 4096, replicated=True), once, real=20),
+        Alone(Case(9, 4096, replicated=True), once, ranks=4),
+        Alone(Case(33, 4096), "add_rmsnorm"),
+        Alone(Case(5, 72, fp16, post_norm=True), "add_rmsnorm"),
+    ]
+
+
+def run(what: Alone, seed: int, rounds: int = 2) -> None:
+    """Some rounds of one case with fresh inputs, each checked on all ranks."""
+    if what.kernel == "add_rmsnorm":
+        _norm(what.case, seed)
+        return
+    case, device = what.case, torch.device("cuda", torch.cuda.current_device())
+    ranks = alone.open_ranks(
+        [device] * what.ranks,
+        max_tokens=max(1, case.tokens),
+        hidden=case.hidden,
+        dtype=case.dtype,
+        transport=what.transport,
+        regions=2,
+        fp8_regions=int(what.fp8 is not None),
+        gap=GAP,
+    )
+    for number in range(rounds):
+        data = make(case, what.ranks, seed + number)
+        calls = [_call(what, data, workspace) for workspace in ranks.workspaces]
+        kernels = [kernel_of(call) for call in calls]
+        assert {kernel.name for kernel in kernels} == {what.kernel}, f"{what} runs {kernels[0].name}"
+        _compile(kernels)
+        results = alone.run(calls)
+        for workspace, call, result in zip(ranks.workspaces, calls, results, strict=True):
+            cuda_backend.check(workspace)
+            assert torch.equal(_bits(result), _bits(results[0])), f"ranks differ: {what}"
+            _check(what, data, call, result, seed + number)
+            _expect_untouched(workspace._data[1, 0 if call.out is None else call.results :])
+    for gap in ranks.gaps:
+        _expect_untouched(gap)
+    for workspace in ranks.workspaces:
+        workspace.close()
+
+
+def kernel_of(call: Call) -> Kernel:
+    """The kernel that the call takes."""
+    workspace, options = call.workspace, cuda_backend._options(call)
+    if call.replicated:
+        return cuda_backend._oneshot_kernel(*cuda_backend._shape(workspace), options, call.results)
+    ctas = call.launch.ctas or cuda_backend.default_ctas(call.tokens, workspace)
+    return cuda_backend.twoshot_kernel(workspace, options, call.tokens, ctas)
+
+
+def _compile(kernels: list[Kernel]) -> None:
+    """All ranks' kernels at once: they differ."""
+    major, minor = torch.cuda.get_device_capability()
+    with ThreadPoolExecutor(max_workers=min(len(kernels), os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda kernel: compile_kernel(kernel, f"sm_{major}{minor}{'a' * (major >= 9)}"), kernels))
+
+
+def _call(what: Alone, data: Data, workspace: Workspace) -> Call:
+    """This rank's call. What it must not read is poison; data comes from the host, so that few other kernels run."""
+    case, device = what.case, workspace.device
+    real = case.tokens if what.real is None else what.real
+    partial = workspace.buffer(case.tokens)
+    partial.copy_(data.partials[workspace.rank])
+    residual = torch.full(data.residual.shape, POISON, dtype=case.dtype)
+    mine = range(real) if case.replicated else owned_rows(real, workspace.rank, workspace.world_size)
+    if case.has_residual:
+        residual[mine.start : mine.stop] = data.residual[mine.start : mine.stop]
+    vectors = [None if v is None else v.float() if what.fine else v for v in (data.weight, data.post_norm, data.bias)]
+    weight, post_norm, bias = (None if v is None else v.to(device) for v in vectors)
+    assert weight is not None
+    n = case.tokens if case.rows is None else len(case.rows)
+    fp8 = out = None
+    if what.fp8 is not None:
+        scale = torch.tensor([0.03]).to(device) if what.fp8 == "static" else None
+        fp8 = Fp8(workspace.fp8(n), workspace.scales(n) if scale is None else None, scale)
+    if what.both or (fp8 is None and (case.use_out or case.rows is not None)):
+        out = workspace.buffer(n, region=1)
+        out.copy_(torch.full((n, case.hidden), POISON, dtype=case.dtype))
+    return Call(
+        partial,
+        residual.to(device),
+        Epilogue(weight, EPS, case.has_residual, post_norm, case.weight_offset, bias),
+        workspace,
+        Launch(ctas=what.ctas, cluster=what.cluster, layout="replicated" if case.replicated else "sharded"),
+        rows=None if case.rows is None else torch.tensor(case.rows).to(device),
+        row_count=None if what.real is None else torch.tensor([what.real], dtype=torch.int32).to(device),
+        out=out,
+        fp8=fp8,
+    )
+
+
+def _check(what: Alone, data: Data, call: Call, result: torch.Tensor, seed: int) -> None:
+    case, workspace = what.case, call.workspace
+    rounded = workspace.transport != "p2p"
+    if what.fp8 is not None:
+        scales = call.fp8.scale if call.fp8.scales is None else call.fp8.scales
+        quantised = fp8_cases.Quantised(case, 0.03 if what.fp8 == "static" else None, what.both)
+        fp8_cases.check(quantised, fp8_cases.Result(call.residual, result, scales, call.out), workspace, seed)
+        assert torch.equal(call.partial.cpu(), data.partials[workspace.rank]), "partial is only read"
+        return
+    residual, result = call.residual.cpu(), result.cpu()
+    if what.real is None:
+        check(case, data, residual, result, workspace, rounded_sum=rounded)
+        return
+    first = dataclasses.replace(case, tokens=what.real)
+    some = dataclasses.replace(data, partials=data.partials[:, : what.real], residual=data.residual[: what.real])
+    check(first, some, residual[: what.real], result[: what.real], workspace, rounded_sum=rounded)
+    assert (residual[what.real :] == POISON).all(), "a row behind the real ones was written"
+    assert torch.equal(result[what.real :], data.partials[workspace.rank, what.real :])
+
+
+def _norm(case: Case, seed: int) -> None:
+    data = make(case, 1, seed)
+    x, residual, gpu = data.partials[0].to("cuda"), data.residual.to("cuda"), on(data, torch.device("cuda"))
+    rows = add_rmsnorm(x, residual, Epilogue(gpu.weight, EPS, True, gpu.post_norm, case.weight_offset, gpu.bias))
+    torch.cuda.synchronize()
+    check(case, data, residual, rows, SimpleNamespace(rank=0, world_size=1), sequential=True)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8).cpu() if x.element_size() == 1 else bits(x.cpu())
+
+
+def _expect_untouched(memory: torch.Tensor) -> None:
+    """Looked at on the host, where no further kernel runs."""
+    there = memory.cpu().contiguous().flatten().view(torch.uint8)
+    assert (there == alone.GAP_BYTE).all(), "memory around the rows was written"
+
+
+def plant(what: str) -> None:
+    """From now on, kernels of this process are compiled from sources with a mistake."""
+    folder = Path(tempfile.mkdtemp())
+    sources = folder / "csrc"
+    shutil.copytree(compiler.SOURCES, sources)
+    text = (sources / "row.cuh").read_text()
+    assert text.count(PLANTS[what][0]) == 1, "the source has changed: update PLANTS"
+    (sources / "row.cuh").write_text(text.replace(*PLANTS[what]))
+    compiler.SOURCES = sources
+    os.environ["TOKENWEAVE_CACHE"] = str(folder)
+    compiler._sources.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plant", choices=tuple(PLANTS))
+    parsed = parser.parse_args()
+    if parsed.plant:  # what comes out is wrong too; the sanitizer has to say why
+        plant(parsed.plant)
+        ranks = alone.open_ranks([torch.device("cuda", 0)] * 2, max_tokens=71, hidden=4096, dtype=torch.bfloat16)
+        what = Alone(Case(71, 4096), "twoshot_registers")
+        alone.run([_call(what, make(what.case, 2, 1), workspace) for workspace in ranks.workspaces])
+        return
+    for what in small():
+        began = time.perf_counter()
+        run(what, 1)
+        print(f"{time.perf_counter() - began:5.2f} s  {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
