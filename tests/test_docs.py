@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tokenweave.planning import Mode
-from tokenweave.planning.cost import makespan
+from tokenweave.planning.makespan import Part, makespan
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -33,7 +33,8 @@ def test_the_pictures_walk_takes_as_long_as_the_planner_says(mode):
     boxes, end = draw_weave.timeline(mode)
     splits = 2 if mode is Mode.WOVEN else 1
     pairs = [
-        (compute.end - compute.start, collective.end - collective.start) for compute, collective in _batched(boxes, 2)
+        Part(compute.end - compute.start, compute.end - compute.start, collective.end - collective.start)
+        for compute, collective in _batched(boxes, 2)
     ]
     stages = [list(stage) for stage in _batched(pairs, splits)]
     assert len(stages) == 1 + 2 * draw_weave.LAYERS

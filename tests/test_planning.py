@@ -148,12 +148,12 @@ def test_waves_count_tiles(rows: int, n: int, sms: int, tile: Tile, more: int) -
     st.sampled_from(list(GPUS.values())),
     st.integers(8, 30000),
     st.integers(8, 30000),
-    st.sampled_from([(1, 1), (8, 2)]),
+    st.sampled_from([1, 8]),
 )
-def test_gemms_never_get_cheaper_with_rows_or_fewer_sms(gpu, n: int, k: int, spread: tuple[int, int]) -> None:
-    gemm = Gemm("any", n, k, *spread)
+def test_gemms_never_get_cheaper_with_rows_or_fewer_sms(gpu, n: int, k: int, experts: int) -> None:
     rows = np.arange(1, 700)
-    whole, fewer = gemm_us(gemm, rows, gpu.sms, gpu), gemm_us(gemm, rows, max(1, gpu.sms - 8), gpu)
+    whole = gemm_us(rows, n, k, gpu, experts=experts)
+    fewer = gemm_us(rows, n, k, gpu, sms=max(1, gpu.sms - 8), experts=experts)
     assert (np.diff(whole) >= -1e-9).all()
     assert (fewer >= whole - 1e-9).all()
 
@@ -173,9 +173,8 @@ def test_no_plan_is_expected_to_be_slower_than_sequential(setup, tokens: int, co
         assert explained.plan.split is not None
         assert 0 < explained.plan.split < tokens
         assert times["woven"] < min(times["fused"], times["sequential"])
-        assert set(explained.plan.gemm_sms) == set(
-            itertools.product(("qkv", "o", "gate_up", "down"), ("prefix", "suffix"))
-        )
+        each = set(itertools.product(("qkv", "o", "gate_up", "down"), ("prefix", "suffix")))
+        assert set(explained.plan.gemm_sms) == (set() if setup[1] == "cpu" else each)  # a CPU has no SMs to give
     elif setup[1] != "cpu" and tokens > 1:
         assert times["woven"] >= GAIN * times[str(mode)]
 

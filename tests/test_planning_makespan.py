@@ -9,69 +9,99 @@ from hypothesis import strategies as st
 
 from tokenweave.errors import RequestError
 from tokenweave.planning.batch import Batch, Run, runs_of
-from tokenweave.planning.cost import makespan
+from tokenweave.planning.makespan import Part, makespan
 
 us = st.integers(0, 50).map(float)
 
 
-def stages_of(splits: int) -> st.SearchStrategy:
-    stage = st.lists(st.tuples(us, us), min_size=splits, max_size=splits)
+parts = st.tuples(us, us, us).map(lambda t: Part(min(t[:2]), max(t[:2]), t[2]))
+
+
+def stages_of(splits: int, part: st.SearchStrategy = parts) -> st.SearchStrategy:
+    stage = st.lists(part, min_size=splits, max_size=splits)
     return st.lists(st.tuples(st.lists(stage, min_size=1, max_size=3), st.integers(0, 40)), min_size=1, max_size=3)
 
 
 def simulate(blocks: list, splits: int) -> float:
-    """Earliest start of every task by relaxing its predecessors' ends until nothing moves; no notion of a schedule loop."""
+    """In steps of time: from one start or end of a task to the next, every running task advances at its pace of the moment."""
     stages = [stage for inner, count in blocks for _ in range(count) for stage in inner]
-    tasks = [(kind, s, i) for s in range(len(stages)) for i in range(splits) for kind in (0, 1)]
-    before: dict = {}
-    for kind, s, i in tasks:
-        order = s * splits + i
-        needs = [(kind, *divmod(order - 1, splits))] if order else []  # its stream is in order
-        if kind == 1:
-            needs.append((0, s, i))  # a collective sends what was computed
-        elif s:
-            needs.append((1, s - 1, i))  # compute reads this split's last collective
-        before[kind, s, i] = needs
-    end = dict.fromkeys(tasks, 0.0)
-    moved = True
-    while moved:
-        moved = False
-        for task in tasks:
-            kind, s, i = task
-            new = max([end[b] for b in before[task]], default=0.0) + stages[s][i][kind]
-            moved |= new != end[task]
-            end[task] = new
-    return max((end[t] for t in tasks if t[0] == 1), default=0.0)
+    order = [(s, i) for s in range(len(stages)) for i in range(splits)]
+    computed, sent = [0.0] * len(order), [0.0] * len(order)  # share that is done
+    now = 0.0
+    while (sending := next((t for t, share in enumerate(sent) if share < 1), None)) is not None:
+        computing = next((t for t, share in enumerate(computed) if share < 1), None)
+        if computing is not None and computing >= splits and sent[computing - splits] < 1:
+            computing = None  # reads this split's last collective
+        communicates = computed[sending] >= 1
+        paces = {}
+        if communicates:
+            paces["send"] = stages[order[sending][0]][order[sending][1]].send
+        if computing is not None:
+            part = stages[order[computing][0]][order[computing][1]]
+            paces["compute"] = part.held if communicates and paces["send"] > 0 else part.work
+        remaining = {
+            "send": (1 - sent[sending]) * paces.get("send", 0),
+            "compute": 0 if computing is None else (1 - computed[computing]) * paces["compute"],
+        }
+        step = min(remaining[kind] for kind in paces)
+        now += step
+        for kind, table, task in (("send", sent, sending), ("compute", computed, computing)):
+            if kind in paces:
+                assert task is not None
+                done = remaining[kind] <= step * (1 + 1e-12)
+                table[task] = 1.0 if done else table[task] + step / paces[kind]
+    return now
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 2).flatmap(lambda n: st.tuples(st.just(n), stages_of(n))))
-def test_makespan_equals_an_event_simulation(case: tuple[int, list]) -> None:
+def test_makespan_equals_a_simulation_in_time(case: tuple[int, list]) -> None:
     splits, blocks = case
-    assert makespan(blocks) == pytest.approx(simulate(blocks, splits), rel=1e-9)
+    assert makespan(blocks) == pytest.approx(simulate(blocks, splits), rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
 @given(stages_of(1))
 def test_one_split_takes_the_sum_of_all_times(blocks: list) -> None:
-    total = sum(count * sum(work + send for ((work, send),) in stages) for stages, count in blocks)
+    total = sum(count * sum(part.work + part.send for (part,) in stages) for stages, count in blocks)
     assert makespan(blocks) == pytest.approx(total)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(stages_of(2).map(lambda blocks: blocks[0][0][0]), min_size=2, max_size=6), st.integers(1, 60))
 def test_many_alternatives_at_once_equal_one_by_one(stages: list, count: int) -> None:
-    vector = [[tuple(np.array([stage[i][k] for stage in stages]) for k in (0, 1)) for i in (0, 1)]]
+    vector = [[Part(*(np.array([stage[i][k] for stage in stages]) for k in range(3))) for i in (0, 1)]]
     together = makespan([(vector, count)])
     assert together == pytest.approx([makespan([([stage], count)]) for stage in stages])
 
 
+@settings(max_examples=100, deadline=None)
+@given(stages_of(2), st.floats(0, 20), st.integers(0, 100))
+def test_no_part_that_takes_longer_shortens_the_whole(blocks: list, more: float, pick: int) -> None:
+    base = makespan(blocks)
+    for field in Part._fields:
+        grown = [
+            ([[part._replace(held=part.held + more) for part in stage] for stage in stages], count)
+            if field == "held"
+            else (
+                [
+                    [part._replace(**{field: getattr(part, field) + more}, held=part.held + more) for part in stage]
+                    for stage in stages
+                ],
+                count,
+            )
+            for stages, count in blocks
+        ]
+        assert makespan(grown) >= base - 1e-9 * (1 + base)
+
+
 def test_overlap_hides_the_shorter_stream() -> None:
-    layer = [[(10.0, 4.0), (10.0, 4.0)]]
+    layer = [[Part(10.0, 10.0, 4.0)] * 2]
     assert makespan([(layer, 100)]) == 100 * 20 + 4  # compute bound: only the last collective shows
-    assert (
-        makespan([([[(4.0, 10.0), (4.0, 10.0)]], 100)]) == 4 + 100 * 20
-    )  # communication bound: only the first compute
+    bound = [[Part(4.0, 4.0, 10.0)] * 2]
+    assert makespan([(bound, 100)]) == 4 + 100 * 20  # communication bound: only the first compute
+    slowed = [[Part(10.0, 12.0, 6.0)] * 2]  # beside 6 of collective a compute does half of itself, then 5 more
+    assert makespan([(slowed, 100)]) == pytest.approx(10 + 199 * 11 + 6)
 
 
 @settings(max_examples=100, deadline=None)

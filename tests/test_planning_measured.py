@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tokenweave.models import read_config
 from tokenweave.planning import GPUS, Mode, Planner, comm
-from tokenweave.planning.waves import Gemm, gemm_us
+from tokenweave.planning.waves import gemm_us
 
 FUSED_US = {  # (ranks, CTAs) -> {tokens: us}
     (2, 2): {256: 41, 1024: 143, 4096: 554, 16384: 2184},
@@ -49,5 +48,5 @@ def test_hopper_tiles_follow_measured_gemms() -> None:
     """H200, 2048 rows of Llama-8B at tp 2: measured ratios of 124 SMs (as cuBLAS's target) to all 132."""
     gpu = GPUS["h200"]
     for n, k, measured in [(3072, 4096, 76 / 70), (14336, 4096, 322 / 306), (4096, 7168, 164 / 151)]:
-        held, free = (float(gemm_us(Gemm("any", n, k), np.array([2048]), sms, gpu)[0]) for sms in (124, 132))
+        held, free = (float(gemm_us(2048, n, k, gpu, sms=sms)) for sms in (124, 132))
         assert held / free == pytest.approx(measured, rel=0.06)

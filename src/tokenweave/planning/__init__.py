@@ -1,7 +1,30 @@
 """Chooses mode, cut, CTAs and SM budgets for every batch."""
 
 from tokenweave.planning.hardware import GPUS, Gpu, gpu_by_name, local_gpu
-from tokenweave.planning.plan import Mode, Plan
+from tokenweave.planning.machine import Costs, Machine, machine_of
+from tokenweave.planning.plan import Mode, Plan, StepTimes
 from tokenweave.planning.planner import Explanation, Planner, asked_mode, plan
+from tokenweave.planning.predict import Predictor, predict_step
+from tokenweave.planning.runtime import EAGER, GRAPH, Runtime
 
-__all__ = ["GPUS", "Explanation", "Gpu", "Mode", "Plan", "Planner", "asked_mode", "gpu_by_name", "local_gpu", "plan"]
+__all__ = [
+    "EAGER",
+    "GPUS",
+    "GRAPH",
+    "Costs",
+    "Explanation",
+    "Gpu",
+    "Machine",
+    "Mode",
+    "Plan",
+    "Planner",
+    "Predictor",
+    "Runtime",
+    "StepTimes",
+    "asked_mode",
+    "gpu_by_name",
+    "local_gpu",
+    "machine_of",
+    "plan",
+    "predict_step",
+]

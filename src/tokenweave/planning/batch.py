@@ -40,10 +40,10 @@ def runs_of(sequences: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
         else:
             chunks.append(Run(rows, context, True))
     chunks.sort()
-    return (Run(decodes, _rounded_up(-(-positions // decodes)), False), *chunks) if decodes else tuple(chunks)
+    return (Run(decodes, rounded_up(-(-positions // decodes)), False), *chunks) if decodes else tuple(chunks)
 
 
-def _rounded_up(context: int) -> int:
+def rounded_up(context: int) -> int:
     """To a multiple of an eighth of the next power of two (exact up to 8)."""
     unit = 1 << max(0, context.bit_length() - 3)
     return -(-context // unit) * unit

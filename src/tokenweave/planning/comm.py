@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tokenweave.errors import RequestError
-from tokenweave.planning.hardware import Gpu
-from tokenweave.planning.waves import BYTES, HBM_SHARE
+from tokenweave.planning.hardware import HBM_SHARE, Gpu
+from tokenweave.planning.waves import BYTES
 
 TRANSPORTS = ("multimem", "p2p", "torch")
 
@@ -74,16 +74,15 @@ def _library_us(wire: Any, tp: int, gpu: Gpu) -> Any:
     )
 
 
-def sequential_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str) -> Any:
-    """us of all-reduce, then residual add + RMSNorm on every rank. The all-reduce is multimem's where there is one."""
-    norm = norm_us(tokens, hidden, gpu)
+def all_reduce_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str) -> Any:
+    """us of the sequential mode's all-reduce, norm not included: multimem's where that is the transport, else the library's."""
     if tp == 1:
-        return norm
+        return 0.0
     rows = tokens * (hidden * BYTES)
     if transport == "multimem":
         wire = rows * (1 + 1 / tp)
-        return norm + _barriers_us(transport, tp) + wire / (gpu.link_gbs * MULTIMEM_REDUCE_PLATEAU * 1e3)
-    return norm + _library_us(rows * (2 * (tp - 1) / tp), tp, gpu)
+        return _barriers_us(transport, tp) + wire / (gpu.link_gbs * MULTIMEM_REDUCE_PLATEAU * 1e3)
+    return _library_us(rows * (2 * (tp - 1) / tp), tp, gpu)
 
 
 def _barriers_us(transport: str, tp: int) -> float:
@@ -112,3 +111,15 @@ def fused_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: 
         touched = owned * (2 * tp + 2)  # N loads, N stores, the residual read and written
         cta_us = touched / (ctas * P2P_CTA_GBS_PER_GHZ * gpu.clock_ghz * 1e3)
     return _barriers_us(transport, tp) + np.maximum(wire_us, cta_us)
+
+
+def cluster(ctas: int | None, gpu: Gpu) -> int | None:
+    """Thread blocks per cluster of the collective's launch.
+
+    The GEMM library's blocks come in clusters of ``gpu.gemm_cluster``; a lone block of the collective can take one SM of
+    such a group and leave the others idle, so that the GEMM's last clusters find no place (measured on H200: 4 blocks
+    and a target of 128 SMs fit in clusters of 2 or 4 alone). Clusters of 4 are faster from 16 blocks on.
+    """
+    if ctas is None or gpu.gemm_cluster == 1:
+        return None
+    return next((size for size in (4, 2) if size >= gpu.gemm_cluster and ctas % size == 0), None)

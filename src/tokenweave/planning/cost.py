@@ -1,88 +1,36 @@
-"""What a step costs: stage times, and the makespan of the two streams that run them."""
+"""What a step of one model costs in each mode: its stages' times from a machine's, put together by the makespan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.sharding import shard_of
-from tokenweave.planning import comm
 from tokenweave.planning.batch import Batch
-from tokenweave.planning.hardware import Gpu
-from tokenweave.planning.waves import (
-    BYTES,
-    HBM_SHARE,
-    Tiling,
-    attention_gemms,
-    ceil_div,
-    gemm_sms,
-    gemm_us,
-    mlp_gemms,
-    row_step,
-)
-
-StageTimes = Sequence[tuple[Any, Any]]
-"""Per split (compute, collective): floats, or float64 [n] for n alternatives at once. Any unit."""
+from tokenweave.planning.machine import Costs
+from tokenweave.planning.makespan import Block, Part, makespan
+from tokenweave.planning.waves import BYTES, Gemm, Tiling, attention_gemms, ceil_div, mlp_gemms, row_step
 
 TABULATED_TOKENS = 131072  # GEMM times are tabulated up to here at construction; longer steps extend the tables
 
-Block = tuple[Sequence[StageTimes], int]
-"""Stages, and how many times they are walked."""
-
-
-def makespan(blocks: Sequence[Block]) -> Any:
-    """When a stage list is done: the end of its last collective, from 0.
-
-    Two streams, each in order. A stage's compute of a split waits for the compute stream and for that split's previous
-    collective; its collective waits for the communication stream and for its compute. With one split that is the sum of
-    all times; with two, attention(prefix) runs beside collective(suffix, previous stage), and so on.
-
-    Args:
-        blocks: e.g. ``[([embedding], 1), ([attention, mlp], layers)]``; every stage has the same number of splits.
-
-    Returns:
-        float, or float64 [n]: exact. Once a walk of a block has moved every clock by the same time, so will all others
-        of that block, and they are not walked one by one.
-    """
-    splits = max((len(stages[0]) for stages, _ in blocks if stages), default=0)
-    vector = any(isinstance(t, np.ndarray) for stages, _ in blocks for stage in stages for pair in stage for t in pair)
-    later: Any = np.maximum if vector else max
-    compute: Any = 0.0
-    comm_end: Any = 0.0
-    ready: list[Any] = [0.0] * splits
-    for stages, count in blocks:
-        for walk in range(count):
-            before = (compute, *ready)
-            for stage in stages:
-                for index, (work, send) in enumerate(stage):
-                    compute = later(compute, ready[index]) + work
-                    comm_end = later(comm_end, compute) + send
-                    ready[index] = comm_end
-            moved = [now - then for now, then in zip((compute, *ready), before, strict=True)]
-            if walk + 1 < count and _equal(moved, comm_end, vector):
-                jump = moved[0] * (count - walk - 1)
-                compute, comm_end, ready = compute + jump, comm_end + jump, [r + jump for r in ready]
-                break
-    return comm_end
-
-
-def _equal(moved: list[Any], scale: Any, vector: bool) -> bool:
-    if vector:
-        return all(bool((abs(m - moved[0]) <= 1e-12 * scale).all()) for m in moved[1:])
-    return max(moved) - min(moved) <= 1e-12 * scale
+# Kernels of a layer's stages and of what ends them; what an eager step launches.
+ATTENTION_LAUNCHES, MLP_LAUNCHES = (
+    4,
+    3,
+)  # qkv, rotary embedding and cache write, attention, o; gate_up, activation, down
+EMBED_LAUNCHES, HEAD_LAUNCHES = 1, 2
+END_LAUNCHES = {"sequential": 2, "fused": 1, "no_comm": 1}  # all-reduce and norm; one kernel; norm
 
 
 class CostModel:
-    """Predicted us of steps of one model on ``tp`` equal GPUs.
+    """Predicted us of one model's steps.
 
     Args:
         config: the model.
-        gpu: what each rank runs on.
-        tp: ranks.
-        transport: ``"multimem"``, ``"p2p"`` or ``"torch"``.
+        costs: what the parts of a step cost on each rank.
 
     Attributes:
         gemms: qkv, o, gate_up, down.
@@ -93,70 +41,113 @@ class CostModel:
         ModelError: more ranks than query heads.
     """
 
-    def __init__(self, config: ModelConfig, gpu: Gpu, tp: int, transport: str) -> None:
-        self.config, self.gpu, self.tp, self.transport = config, gpu, tp, transport
-        self._stages = {"attention": attention_gemms(config, tp), "mlp": mlp_gemms(config, tp)}
+    def __init__(self, config: ModelConfig, costs: Costs) -> None:
+        self.config, self.costs = config, costs
+        self.gpu, self.tp, self.transport, self.ctas = costs.gpu, costs.tp, costs.transport, costs.ctas
+        self._stages = {"attention": attention_gemms(config, self.tp), "mlp": mlp_gemms(config, self.tp)}
         self.gemms = (*self._stages["attention"], *self._stages["mlp"])
-        self.tiling = Tiling(self.gemms, gpu)
-        self.ctas = comm.cta_choices(transport, gpu, tp)
-        shard = shard_of(config, 0, tp)
-        self._pair_us = 4 * shard.query.size / (gpu.attention_tflops * 1e6)  # q.k and p.v: 2 FLOP each
-        self._hbm = gpu.hbm_gbs * HBM_SHARE * 1e3  # bytes per us
-        self._read_us = 2 * BYTES * shard.kv.size / self._hbm  # K and V of one position
-        # Rotary embedding and cache write: q, k, v read and written. Activation: gate and up read, one written.
-        self._rope_us = 2 * BYTES * (shard.query.size + 2 * shard.kv.size) / self._hbm
-        self._activation_us = 3 * BYTES * shard.intermediate.size * max(1, config.experts_per_token) / self._hbm
-        self._head_bytes = BYTES * shard.vocab.size * config.hidden
-        self._step = row_step(gpu)
-        self._sms = np.array(sorted({gemm_sms(gpu, self.held(ctas)) for ctas in self.ctas} | {gemm_sms(gpu, 0)}))
+        self.tiling = Tiling(self.gemms, self.gpu)
+        shard = shard_of(config, 0, self.tp)
+        self._query, self._kv = shard.query.size, shard.kv.size
+        # Bytes a row. Rotary embedding and cache write: q, k, v read and written. Activation: gate and up read, one
+        # written. Embedding: one read, one written.
+        self._rope_bytes = 2 * BYTES * (self._query + 2 * self._kv)
+        self._activation_bytes = 3 * BYTES * shard.intermediate.size * max(1, config.experts_per_token)
+        self._embed_bytes = 2 * BYTES * config.hidden
+        self._head = Gemm("head", shard.vocab.size, config.hidden)
+        self._step = row_step(self.gpu)
+        self._held = sorted({0} | {costs.held(ctas) for ctas in self.ctas})
+        self._targets: dict[tuple[str, int], list[int | None]] = {}
         self._tables: dict[str, np.ndarray] = {}
         self._tabulate(TABULATED_TOKENS)
 
     def held(self, ctas: int | None) -> int:
         """SMs that GEMMs lose while a fused collective of ``ctas`` CTAs is in flight."""
-        return comm.held_sms(ctas, self.gpu, self.tp)
+        return self.costs.held(ctas)
+
+    def gemm_sms(self, gemm: str, rows: int, ctas: int | None) -> int | None:
+        """The SM target of a GEMM of so many rows beside such a collective; None: plan for all SMs."""
+        self._reach(rows)
+        return self._targets[gemm, self.held(ctas)][int(self._row(rows))]
 
     def _tabulate(self, tokens: int) -> None:
-        """us of each stage's two GEMMs together, float64 [choices of SMs, rows]: every row up to a row step, then row steps."""
+        """us of each stage's two GEMMs together: float64 [2, held SMs, rows]; [0] alone, [1] beside the held SMs.
+
+        Columns: every row up to a row step, then row steps.
+        """
         step = self._step
         rows = np.concatenate([np.arange(step), np.arange(1, ceil_div(tokens, step) + 1) * step])
         for stage, gemms in self._stages.items():
-            per_sms = [np.sum([gemm_us(gemm, rows, int(sms), self.gpu) for gemm in gemms], axis=0) for sms in self._sms]
-            self._tables[stage] = np.stack(per_sms)
+            table = np.zeros((2, len(self._held), len(rows)))
+            for gemm in gemms:
+                for index, held in enumerate(self._held):
+                    alone, beside, targets = self._gemm_table(gemm, rows, held)
+                    table[0, index] += alone
+                    table[1, index] += beside
+                    self._targets[gemm.name, held] = targets
+            self._tables[stage] = table
         self._tabulated = tokens
 
-    def _gemms_us(self, stage: str, tokens: Any, sms: Any) -> Any:
-        """Table look-up; rows beyond a row step count as the next multiple of it. int or int64 [...], both alike."""
-        if (most := int(np.max(tokens))) > self._tabulated:
-            self._tabulate(2 * most)
-        step = self._step
-        return self._tables[stage][
-            np.searchsorted(self._sms, sms), np.where(tokens <= step, tokens, step - 1 + ceil_div(tokens, step))
-        ]
+    def _gemm_table(self, gemm: Gemm, rows: np.ndarray, held: int) -> tuple[np.ndarray, np.ndarray, list[int | None]]:
+        """us alone and beside ``held`` SMs for each number of rows, in the SM target that is fastest beside them; that target."""
+        used = np.minimum(max(1, gemm.experts), np.maximum(1, rows * gemm.experts_per_token))
+        each = gemm.rows(rows)
 
-    def stage_us(self, rows: Any, attention: tuple[Any, Any], held: Any = 0) -> tuple[Any, Any]:
-        """Compute us of (attention, mlp) for a split.
+        def us(target: int | None, busy: int) -> np.ndarray:
+            many: np.ndarray = np.zeros(len(rows))
+            for experts in np.unique(used):
+                of = used == experts
+                many[of] = self.costs.gemm_us(each[of], gemm.n, gemm.k, sms=target, held=busy, experts=int(experts))
+            return many
+
+        targets = self.costs.sm_targets(held)
+        beside = np.stack([us(target, held) for target in targets])
+        best = beside.argmin(axis=0)
+        alone = beside if not held else np.stack([us(target, 0) for target in targets])
+        pick = np.arange(len(rows))
+        slowest = np.maximum(alone[best, pick], beside[best, pick])  # never faster beside a collective than alone
+        return alone[best, pick], slowest, [targets[i] for i in best]
+
+    def _reach(self, tokens: int) -> None:
+        if tokens > self._tabulated:
+            self._tabulate(2 * tokens)
+
+    def _row(self, tokens: Any) -> Any:
+        """Column of the tables; rows beyond a row step count as the next multiple of it."""
+        return np.where(tokens <= self._step, tokens, self._step - 1 + ceil_div(tokens, self._step))
+
+    def stage_us(self, rows: Any, attention: tuple[Any, Any], held: Any = 0) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Compute us of (attention, mlp) for a split, each (alone, beside a collective).
 
         Args:
             rows: its rows, int or int64 [...].
             attention: its (pairs, cache reads), as :meth:`Batch.attention`.
             held: SMs that the other split's collective holds: one of :meth:`held`'s, int or int64 [...].
         """
-        gpu = self.gpu
-        usable = gemm_sms(gpu, held)
+        self._reach(int(np.max(rows)))
+        costs, gap = self.costs, self.costs.runtime.gap_us
+        column, of_held = self._row(rows), np.searchsorted(self._held, held)
         pairs, reads = attention
-        attend = np.maximum(pairs * (self._pair_us * gpu.sms / np.maximum(1, gpu.sms - held)), reads * self._read_us)
-        first = self._gemms_us("attention", rows, usable) + attend + rows * self._rope_us + 2 * gpu.kernel_us
-        second = self._gemms_us("mlp", rows, usable) + rows * self._activation_us + gpu.kernel_us
-        return first, second
-
-    def _embed_us(self, rows: Any) -> Any:
-        return self.gpu.kernel_us + rows * (2 * BYTES * self.config.hidden / self._hbm)
+        rope, activation = costs.stream_us(rows * self._rope_bytes), costs.stream_us(rows * self._activation_bytes)
+        first, second = [], []
+        for beside in (0, 1):
+            attend = costs.attention_us(pairs, reads, self._query, self._kv, held=held if beside else 0)
+            gemms = self._tables["attention"][beside, of_held, column]
+            first.append(gemms + attend + rope + gap * ATTENTION_LAUNCHES)
+            second.append(self._tables["mlp"][beside, of_held, column] + activation + gap * MLP_LAUNCHES)
+        return (first[0], first[1]), (second[0], second[1])
 
     def head_us(self, sampled: int) -> float:
-        """us of the vocabulary projection of the sampled rows: memory or FLOPs, alike in every mode."""
-        flops_us = self._head_bytes * sampled / (self.gpu.sustained_tflops * 1e6)  # 2 FLOP per 2-byte weight and row
-        return self.gpu.kernel_us + max(self._head_bytes / self._hbm, flops_us)
+        """us of the vocabulary projection of the sampled rows and of the step itself, alike in every mode."""
+        runtime = self.costs.runtime
+        gemm = self.costs.gemm_us(sampled, self._head.n, self._head.k)
+        return float(gemm) + runtime.gap_us * HEAD_LAUNCHES + runtime.step_us
+
+    def _launched_us(self, splits: int, kind: str) -> float:
+        """Host us to launch a whole step: it can be no shorter."""
+        layer = ATTENTION_LAUNCHES + MLP_LAUNCHES + 2 * END_LAUNCHES[kind]
+        edges = EMBED_LAUNCHES + END_LAUNCHES[kind]
+        return self.costs.runtime.host_us * (splits * (self.config.layers * layer + edges) + HEAD_LAUNCHES)
 
     def unsplit_us(self, batch: Batch, kind: str, ctas: int | None = None) -> float:
         """us of a whole step on one stream.
@@ -166,54 +157,61 @@ class CostModel:
             kind: ``"sequential"``, ``"fused"`` (with ``ctas``) or ``"no_comm"``, the bound: collectives removed, norms
                 kept.
         """
-        hidden, tokens, layers = self.config.hidden, batch.tokens, self.config.layers
-        after, last = {
-            "sequential": lambda: (self._sequential_us(tokens), self._sequential_us(tokens, batch.sampled)),
-            "fused": lambda: (self.fused_us(tokens, ctas), self.fused_us(batch.sampled, ctas)),
-            "no_comm": lambda: (
-                comm.norm_us(tokens, hidden, self.gpu),
-                comm.norm_us(batch.sampled, hidden, self.gpu),
-            ),
-        }[kind]()
-        attention, mlp = (float(us) for us in self.stage_us(tokens, batch.total_attention))
-        layer = [[(attention, after)], [(mlp, after)]]
+        tokens, layers = batch.tokens, self.config.layers
+        end: Callable[[int, int], float] = {
+            "sequential": lambda sent, normed: self.sequential_us(sent, normed),
+            "fused": lambda _, normed: float(self.fused_us(normed, ctas)),
+            "no_comm": lambda _, normed: float(self.costs.norm_us(normed, self.config.hidden)),
+        }[kind]
+        gap = self.costs.runtime.gap_us * END_LAUNCHES[kind]
+        after, last = end(tokens, tokens) + gap, end(tokens, batch.sampled) + gap
+        (attention, _), (mlp, _) = self.stage_us(tokens, batch.total_attention)
+        embed = self._embed_us(tokens)
+        first = [Part(float(attention), float(attention), after)]
+        layer = [first, [Part(float(mlp), float(mlp), after)]]
         blocks: list[Block] = [
-            ([[(self._embed_us(tokens), after)]], 1),
+            ([[Part(embed, embed, after)]], 1),
             (layer, layers - 1),
-            ([layer[0], [(mlp, last)]], 1),
+            ([first, [Part(float(mlp), float(mlp), last)]], 1),
         ]
-        return float(makespan(blocks)) + self.head_us(batch.sampled)
+        return max(float(makespan(blocks)), self._launched_us(1, kind)) + self.head_us(batch.sampled)
 
-    def _sequential_us(self, tokens: int, normed: int | None = None) -> float:
-        """All-reduce of all rows and norm of ``normed`` of them (default: all)."""
-        whole = comm.sequential_us(tokens, self.config.hidden, self.tp, self.gpu, self.transport)
-        if normed is not None:
-            whole -= comm.norm_us(tokens - normed, self.config.hidden, self.gpu) - self.gpu.kernel_us
-        return float(whole)
+    def _embed_us(self, rows: Any) -> Any:
+        return self.costs.stream_us(rows * self._embed_bytes) + self.costs.runtime.gap_us * EMBED_LAUNCHES
+
+    def sequential_us(self, tokens: int, normed: int | None = None) -> float:
+        """us of an all-reduce of all rows and the norm of ``normed`` of them (default: all)."""
+        hidden = self.config.hidden
+        norm = self.costs.norm_us(tokens if normed is None else normed, hidden)
+        return float(self.costs.all_reduce_us(tokens, hidden) + norm)
 
     def fused_us(self, tokens: Any, ctas: Any) -> Any:
         """us of one fused collective of ``tokens`` rows."""
-        return comm.fused_us(tokens, self.config.hidden, self.tp, self.gpu, self.transport, ctas)
+        return self.costs.collective_us(tokens, self.config.hidden, ctas)
 
     def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None) -> np.ndarray:
         """us of a woven step for each (prefix length, CTAs of the collective), int64 [n] both -> float64 [n].
 
         ``ctas`` is None where the transport has no such choice.
         """
-        layers, sampled = self.config.layers, batch.sampled
+        layers, sampled, gap = self.config.layers, batch.sampled, self.costs.runtime.gap_us
         lengths = np.stack([cuts, batch.tokens - cuts])
         # A chunk that is cut has its context read by both halves; the suffix's reads are at least the rest.
         first, every = batch.attention(cuts), batch.total_attention
         pairs, reads = (np.stack([first[i], every[i] - first[i]]) for i in (0, 1))
         held = self.held(None) if ctas is None else ctas
         attention, mlp = self.stage_us(lengths, (pairs, reads), held)
-        send, embed = self.fused_us(lengths, ctas), self._embed_us(lengths)
+        send, embed = self.fused_us(lengths, ctas) + gap, self._embed_us(lengths)
         # The last stage sends the sampled rows alone, the last of each sequence: counted with the suffix.
-        nothing, last = self.fused_us(0, ctas), self.fused_us(sampled, ctas)
-        layer = [list(zip(attention, send, strict=True)), list(zip(mlp, send, strict=True))]
+        nothing, last = self.fused_us(0, ctas) + gap, self.fused_us(sampled, ctas) + gap
+
+        def stage(times: tuple[Any, Any], sends: Any) -> list[Part]:
+            return [Part(*parts) for parts in zip(*times, sends, strict=True)]
+
+        layer = [stage(attention, send), stage(mlp, send)]
         blocks: list[Block] = [
-            ([list(zip(embed, send, strict=True))], 1),
+            ([stage((embed, embed), send)], 1),
             (layer, layers - 1),
-            ([layer[0], [(mlp[0], nothing), (mlp[1], last)]], 1),
+            ([layer[0], stage(mlp, (nothing, last))], 1),
         ]
-        return makespan(blocks) + self.head_us(sampled)
+        return np.maximum(makespan(blocks), self._launched_us(2, "fused")) + self.head_us(sampled)

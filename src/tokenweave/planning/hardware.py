@@ -14,6 +14,8 @@ from tokenweave.errors import RequestError
 
 log = logging.getLogger(__name__)
 
+HBM_SHARE = 0.85  # of the data sheet's bandwidth, in streaming kernels
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -26,7 +28,8 @@ class Gpu:
         clock_ghz: boost clock.
         peak_tflops: dense bf16, data sheet.
         sustained_tflops: dense bf16 of large GEMMs, one after another.
-        attention_tflops: bf16 of a long prefill's attention, half of the square counted (causal).
+        attention_tflops: bf16 of a long prefill's attention with torch's kernel, half of the square counted (causal).
+        flash3_tflops: the same with FlashAttention-3; ``attention_tflops`` where there is no such kernel.
         hbm_gbs: memory bandwidth, GB/s.
         l2_mb: L2 cache, MB.
         link_gbs: to the other GPUs, GB/s per direction, data sheet.
@@ -43,6 +46,7 @@ class Gpu:
     peak_tflops: float
     sustained_tflops: float
     attention_tflops: float
+    flash3_tflops: float
     hbm_gbs: float
     l2_mb: float
     link_gbs: float
@@ -57,24 +61,24 @@ GPUS = {
     for gpu in (
         # H100 SXM5 data sheet: 989.4 TFLOP/s, 3.35 TB/s, NVLink 4 at 900 GB/s both directions together. 132 SMs, 1.98 GHz
         # boost, 50 MB L2: Hopper architecture white paper. Sustained: 4 % under the H200's fits published prefill times.
-        Gpu("h100", "sm_90", 132, 1.98, 989.4, 655.0, 280.0, 3350.0, 50.0, 450.0, True, gemm_cluster=2),
+        Gpu("h100", "sm_90", 132, 1.98, 989.4, 655.0, 280.0, 560.0, 3350.0, 50.0, 450.0, True, gemm_cluster=2),
         # H200 SXM data sheet: the H100's chip with 4.8 TB/s. Sustained figures measured (2026-11, 700 W, torch SDPA).
-        Gpu("h200", "sm_90", 132, 1.98, 989.4, 680.0, 280.0, 4800.0, 50.0, 450.0, True, gemm_cluster=2),
+        Gpu("h200", "sm_90", 132, 1.98, 989.4, 680.0, 280.0, 560.0, 4800.0, 50.0, 450.0, True, gemm_cluster=2),
         # H20 data sheet: 148 TFLOP/s, 4.0 TB/s, NVLink 900 GB/s; 78 SMs, 60 MB L2. So few FLOP/s stay within the power
         # limit: 90 % sustained is an assumption.
-        Gpu("h20", "sm_90", 78, 1.98, 148.0, 133.0, 100.0, 4000.0, 60.0, 450.0, True, gemm_cluster=2),
+        Gpu("h20", "sm_90", 78, 1.98, 148.0, 133.0, 100.0, 110.0, 4000.0, 60.0, 450.0, True, gemm_cluster=2),
         # A100 SXM4 80GB data sheet: 312 TFLOP/s, 2.039 TB/s, NVLink 3 at 600 GB/s; 108 SMs, 1.41 GHz, 40 MB L2: Ampere
         # white paper. No multicast. 78 % sustained is an assumption (less bound by power than Hopper).
-        Gpu("a100", "sm_80", 108, 1.41, 312.0, 243.0, 150.0, 2039.0, 40.0, 300.0, False),
+        Gpu("a100", "sm_80", 108, 1.41, 312.0, 243.0, 150.0, 150.0, 2039.0, 40.0, 300.0, False),
         # HGX B200 data sheet: 2.25 PFLOP/s dense, 7.7 TB/s, NVLink 5 at 1.8 TB/s; 148 SMs, 1.965 GHz and 126 MB L2 as
         # the device reports them.
-        Gpu("b200", "sm_100", 148, 1.965, 2250.0, 1550.0, 640.0, 7700.0, 126.0, 900.0, True, gemm_cluster=2),
+        Gpu("b200", "sm_100", 148, 1.965, 2250.0, 1550.0, 640.0, 1270.0, 7700.0, 126.0, 900.0, True, gemm_cluster=2),
         # L40S data sheet: 362.05 TFLOP/s, 864 GB/s, PCIe 4.0 x16 at 64 GB/s both directions together; 142 SMs, 2.52 GHz,
         # 96 MB L2: Ada white paper. No NVLink, no multicast.
-        Gpu("l40s", "sm_89", 142, 2.52, 362.05, 249.0, 102.0, 864.0, 96.0, 32.0, False),
+        Gpu("l40s", "sm_89", 142, 2.52, 362.05, 249.0, 102.0, 102.0, 864.0, 96.0, 32.0, False),
         # Not a data sheet: the order of magnitude of a few cores and gloo over loopback, as one "SM". It lets a machine
         # without GPUs run every path; CPU times prove nothing about GPUs.
-        Gpu("cpu", "cpu", 1, 2.5, 0.3, 0.15, 0.05, 20.0, 32.0, 2.0, False, library_us=150.0, kernel_us=5.0),
+        Gpu("cpu", "cpu", 1, 2.5, 0.3, 0.15, 0.05, 0.05, 20.0, 32.0, 2.0, False, library_us=150.0, kernel_us=5.0),
     )
 }
 """Name -> GPU."""
@@ -124,4 +128,5 @@ def describe(device: str, arch: str, sms: int) -> Gpu:
         peak_tflops=entry.peak_tflops * share,
         sustained_tflops=entry.sustained_tflops * share,
         attention_tflops=entry.attention_tflops * share,
+        flash3_tflops=entry.flash3_tflops * share,
     )

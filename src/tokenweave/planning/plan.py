@@ -43,3 +43,34 @@ class Plan:
             )
         if self.split is not None and self.split < 1:
             raise ValueError(f"Plan: split={self.split}: a woven plan needs at least one row in its prefix")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """us of one step in every mode.
+
+    Attributes:
+        tokens: its rows.
+        sequential_us, fused_us: of the whole step on one stream.
+        woven_us: with the best cut; None where the step is one row.
+        no_comm_us: the bound: collectives removed, every rank norms all rows.
+        mode: what the planner would run. auto_us: its time.
+    """
+
+    tokens: int
+    sequential_us: float
+    fused_us: float
+    woven_us: float | None
+    no_comm_us: float
+    mode: Mode
+
+    @property
+    def auto_us(self) -> float:
+        return self.of(self.mode)
+
+    def of(self, mode: Mode) -> float:
+        """us in this mode. Raises ValueError for woven where the step is one row."""
+        us = {Mode.SEQUENTIAL: self.sequential_us, Mode.FUSED: self.fused_us, Mode.WOVEN: self.woven_us}[mode]
+        if us is None:
+            raise ValueError("a step of one row cannot be woven")
+        return us

@@ -15,11 +15,11 @@ import numpy as np
 
 from tokenweave.errors import RequestError
 from tokenweave.models.config import ModelConfig
-from tokenweave.planning import comm
 from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.cost import CostModel
-from tokenweave.planning.hardware import Gpu, gpu_by_name, local_gpu
-from tokenweave.planning.plan import Mode, Plan
+from tokenweave.planning.hardware import Gpu
+from tokenweave.planning.machine import Costs, Machine, machine_of
+from tokenweave.planning.plan import Mode, Plan, StepTimes
 from tokenweave.planning.waves import even_cuts, gemm_sms, waves
 
 MODE_VARIABLE = "TOKENWEAVE_MODE"
@@ -98,6 +98,7 @@ class Planner:
         transport: of the fused collective; None for the one with the least wire on this GPU.
         mode: ``"auto"`` or a :class:`Mode` for every plan that does not name one itself; None for :func:`asked_mode`'s
             default, which must then be the same on all ranks.
+        costs: what a step's parts cost, measured or described; it takes the place of ``gpu``, ``tp`` and ``transport``.
 
     Attributes:
         model: the cost model that decides.
@@ -114,14 +115,11 @@ class Planner:
         tp: int = 1,
         transport: str | None = None,
         mode: Mode | str | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        if tp < 1:
-            raise RequestError(f"tensor parallel size {tp}; expected 1 or more")
-        known = _gpu(gpu)
-        transport = comm.check_transport(transport or comm.default_transport(known, tp), known)
-        self.model = CostModel(config, known, tp, transport)
+        self.model = CostModel(config, machine_of(gpu, tp, transport) if costs is None else costs)
         self._default_mode = asked_mode(mode)
-        self._gain = CPU_GAIN if known.arch == "cpu" else GAIN
+        self._gain = CPU_GAIN if self.model.gpu.arch == "cpu" else GAIN
         self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
 
     def plan(
@@ -161,20 +159,39 @@ class Planner:
         batch, asked, allow_woven = self._request(tokens, context, sequences, mode, allow_woven)
         plan = self._cached(batch, asked, allow_woven)
         woven = self._best_woven(batch) if allow_woven else None
-        times = {
-            "sequential": self.model.unsplit_us(batch, "sequential"),
-            "fused": self.model.unsplit_us(batch, "fused", self._fused_ctas(tokens)),
-            **({} if woven is None else {"woven": woven.us}),
-            "no_comm": self.model.unsplit_us(batch, "no_comm"),
-        }
+        us = self._times(batch, woven)
+        times = {"sequential": us.sequential_us, "fused": us.fused_us}
+        if us.woven_us is not None:
+            times["woven"] = us.woven_us
+        times["no_comm"] = us.no_comm_us
         return Explanation(
             tokens,
             plan,
-            None if woven is None else self._woven_plan(woven),
+            None if woven is None else self._woven_plan(tokens, woven),
             self._waves(tokens, plan),
             {name: us / 1e3 for name, us in times.items()},
             self._reason(plan, asked, woven, times, allow_woven),
         )
+
+    def times(self, batch: Batch) -> StepTimes:
+        """us of a step in every mode, and which of them would be chosen."""
+        return self._times(batch, self._best_woven(batch))
+
+    def _times(self, batch: Batch, woven: _Woven | None) -> StepTimes:
+        model = self.model
+        sequential, fused = (
+            model.unsplit_us(batch, kind, self._fused_ctas(batch.tokens)) for kind in ("sequential", "fused")
+        )
+        woven_us = None if woven is None else woven.us
+        mode = self._best_mode(sequential, fused, woven_us)
+        return StepTimes(batch.tokens, sequential, fused, woven_us, model.unsplit_us(batch, "no_comm"), mode)
+
+    def _best_mode(self, sequential: float, fused: float, woven: float | None) -> Mode:
+        """The fastest; woven only if it promises enough over the better of the others."""
+        mode = Mode.FUSED if fused < sequential else Mode.SEQUENTIAL
+        if self.model.tp > 1 and woven is not None and woven < min(fused, sequential) * self._gain:
+            return Mode.WOVEN
+        return mode
 
     def _request(
         self,
@@ -196,20 +213,21 @@ class Planner:
     def _choose(self, batch: Batch, mode: Mode | None, allow_woven: bool) -> Plan:
         if mode is Mode.SEQUENTIAL:
             return Plan(Mode.SEQUENTIAL)
-        fused = Plan(Mode.FUSED, ctas=(ctas := self._fused_ctas(batch.tokens)), cluster=_cluster(ctas))
+        fused = Plan(Mode.FUSED, ctas=(ctas := self._fused_ctas(batch.tokens)), cluster=self.model.costs.cluster(ctas))
         if mode is Mode.FUSED:
             return fused
         if mode is Mode.WOVEN:
             woven = self._best_woven(batch) if allow_woven else None
-            return fused if woven is None else self._woven_plan(woven)
-        best, limit = Plan(Mode.SEQUENTIAL), self.model.unsplit_us(batch, "sequential")
-        if (us := self.model.unsplit_us(batch, "fused", ctas)) < limit:
-            best, limit = fused, us
-        if allow_woven and self.model.tp > 1:
-            woven = self._best_woven(batch)
-            if woven is not None and woven.us < limit * self._gain:
-                best = self._woven_plan(woven)
-        return best
+            return fused if woven is None else self._woven_plan(batch.tokens, woven)
+        woven = self._best_woven(batch) if allow_woven and self.model.tp > 1 else None
+        best = self._best_mode(
+            self.model.unsplit_us(batch, "sequential"),
+            self.model.unsplit_us(batch, "fused", ctas),
+            None if woven is None else woven.us,
+        )
+        if woven is not None and best is Mode.WOVEN:
+            return self._woven_plan(batch.tokens, woven)
+        return fused if best is Mode.FUSED else Plan(Mode.SEQUENTIAL)
 
     def _fused_ctas(self, tokens: int) -> int | None:
         """The fewest CTAs whose collective is within 1 % of the fastest: nothing runs beside it."""
@@ -235,15 +253,15 @@ class Planner:
         best = close[abs(2 * flat[close] - tokens).argmin()]
         return _Woven(int(flat[best]), None if each is None else int(each[best]), float(times[best]))
 
-    def _woven_plan(self, woven: _Woven) -> Plan:
-        sms = int(gemm_sms(self.model.gpu, self.model.held(woven.ctas)))
-        return Plan(
-            Mode.WOVEN,
-            split=woven.cut,
-            ctas=woven.ctas,
-            cluster=_cluster(woven.ctas),
-            gemm_sms={(gemm.name, split): sms for gemm in self.model.gemms for split in ("prefix", "suffix")},
-        )
+    def _woven_plan(self, tokens: int, woven: _Woven) -> Plan:
+        model, cut = self.model, woven.cut
+        sms = {
+            (gemm.name, split): model.gemm_sms(gemm.name, rows, woven.ctas)
+            for gemm in model.gemms
+            for split, rows in (("prefix", cut), ("suffix", tokens - cut))
+        }
+        told = {key: target for key, target in sms.items() if target is not None}
+        return Plan(Mode.WOVEN, split=cut, ctas=woven.ctas, cluster=model.costs.cluster(woven.ctas), gemm_sms=told)
 
     def _waves(self, tokens: int, plan: Plan) -> Waves:
         model = self.model
@@ -300,18 +318,9 @@ def asked_mode(mode: Mode | str | None = None) -> Mode | None:
         raise RequestError(f"{source}={str(name)!r}; expected one of auto, {', '.join(map(str, Mode))}") from None
 
 
-def _cluster(ctas: int | None) -> int | None:
-    """Clusters of 4 help from 16 CTAs on (measured on H200); fewer CTAs are better alone."""
-    return 4 if ctas is not None and ctas >= 16 and ctas % 4 == 0 else None
-
-
-def _gpu(gpu: Gpu | str | None) -> Gpu:
-    return local_gpu() if gpu is None else gpu_by_name(gpu) if isinstance(gpu, str) else gpu
-
-
 @functools.lru_cache(maxsize=16)
-def _planner(config: ModelConfig, gpu: Gpu, tp: int, transport: str | None) -> Planner:
-    return Planner(config, gpu, tp, transport, "auto")
+def _planner(config: ModelConfig, machine: Machine) -> Planner:
+    return Planner(config, mode="auto", costs=machine)
 
 
 def plan(
@@ -328,5 +337,5 @@ def plan(
 ) -> Plan:
     """The plan of one step: :meth:`Planner.plan` of a planner that is kept for the next call with the same arguments."""
     mode = asked_mode(mode) or "auto"
-    planner = _planner(config, _gpu(gpu), tp, transport)
+    planner = _planner(config, machine_of(gpu, tp, transport))
     return planner.plan(tokens, context=context, sequences=sequences, mode=mode, allow_woven=allow_woven)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.sharding import shard_of
-from tokenweave.planning.hardware import Gpu
+from tokenweave.planning.hardware import HBM_SHARE, Gpu
 
 BYTES = 2  # per element of weights and activations: bf16
 
@@ -84,7 +84,6 @@ MAX_CUTS = 128  # of one batch, where waves rule none out
 NEAR_CUTS = 128  # around the middle, whose waves are counted first
 NEUTRAL_CUTS = 32  # of those without more waves than the whole, the nearest to the middle
 SLIVERS = 32  # up to as many row steps a batch may be cut anywhere: filling the SMs matters more than balance
-HBM_SHARE = 0.85  # of the data sheet's bandwidth, in streaming kernels
 
 
 def row_step(gpu: Gpu) -> int:
@@ -134,19 +133,25 @@ def tile_time_us(gemm: Gemm, tile: Tile, tokens: Any, sms: int, gpu: Gpu) -> Any
     return waves(gemm, tile, tokens, sms) * wave_us(gemm, tile, gpu)
 
 
-def memory_us(gemm: Gemm, tokens: Any, gpu: Gpu) -> Any:
-    """us to read the weights that are used and the input, and to write the output, at the memory's bandwidth."""
-    routed = tokens * gemm.experts_per_token
-    used = np.minimum(gemm.experts, routed)
-    return (used * gemm.n * gemm.k + routed * (gemm.n + gemm.k)) * (BYTES / (gpu.hbm_gbs * HBM_SHARE * 1e3))
+def gemm_us(m: Any, n: int, k: int, gpu: Gpu, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
+    """us of ``[m, k] x [k, n]`` for each of ``experts``: waves or memory, and the launch.
 
-
-def gemm_us(gemm: Gemm, tokens: np.ndarray, sms: int, gpu: Gpu) -> np.ndarray:
-    """us of the GEMM on ``sms`` SMs for each number of rows, int64 [n] -> float64 [n]: waves or memory, and the launch."""
-    best = np.full(tokens.shape, np.inf)
+    Args:
+        m: rows, int or int64 [...].
+        sms: how many SMs the library plans for; None for all.
+        held: SMs that another kernel holds meanwhile.
+    """
+    usable = int(gemm_sms(gpu, held))
+    told = gpu.sms if sms is None else min(sms, gpu.sms)
+    gemm = Gemm("any", n, k)
+    rows = np.asarray(m, dtype=np.int64)
+    best = np.full(rows.shape, np.inf)
     for tile in TILES[gpu.arch]:
-        np.minimum(best, tile_time_us(gemm, tile, tokens, sms, gpu), out=best)
-    return np.maximum(best, memory_us(gemm, tokens, gpu)) + gpu.kernel_us
+        count = ceil_div(rows, tile.rows) * (ceil_div(n, tile.columns) * experts)
+        np.minimum(best, ceil_div(count, min(told, usable)) * wave_us(gemm, tile, gpu), out=best)
+    weights = np.minimum(experts, rows * experts) * (n * k)
+    memory = (weights + rows * experts * (n + k)) * (BYTES / (gpu.hbm_gbs * HBM_SHARE * 1e3))
+    return np.maximum(best, memory) + gpu.kernel_us
 
 
 def even_cuts(tokens: int, gpu: Gpu) -> np.ndarray:

@@ -1,0 +1,158 @@
+"""What the parts of a step cost on one rank of one machine: the interface, and the machine as its data sheet describes it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from tokenweave.errors import RequestError
+from tokenweave.planning import comm, waves
+from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
+from tokenweave.planning.runtime import GRAPH, Runtime
+
+
+class Costs(Protocol):
+    """us of a step's parts on one rank. Rows and the like are ints or numpy arrays that broadcast; so are the results.
+
+    A part's time is that of its kernels in a chain of kernels inside a CUDA graph: launch gap, ramp and drain included.
+    What eager launches add is the :class:`Runtime`'s business.
+
+    Attributes:
+        gpu: the entry of the table that describes each rank's GPU.
+        tp: ranks.
+        transport: of the fused collective: ``"multimem"``, ``"p2p"`` or ``"torch"``.
+        runtime: how steps are launched.
+    """
+
+    @property
+    def gpu(self) -> Gpu: ...
+
+    @property
+    def tp(self) -> int: ...
+
+    @property
+    def transport(self) -> str: ...
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+    @property
+    def ctas(self) -> tuple[int | None, ...]:
+        """Thread blocks of the fused collective to choose from; (None,) where there is no choice."""
+
+    @property
+    def signature(self) -> str:
+        """Equal where all figures are equal: ranks must have the same."""
+
+    def cluster(self, ctas: int | None) -> int | None:
+        """Thread blocks per cluster to launch such a collective in; None for no clusters."""
+
+    def held(self, ctas: int | None) -> int:
+        """SMs that other kernels lose while such a collective is in flight."""
+
+    def sm_targets(self, held: int) -> tuple[int | None, ...]:
+        """SM targets worth giving a GEMM beside ``held`` busy SMs; None: the library plans for all SMs."""
+
+    def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
+        """``[m, k] x [k, n]``, for each of ``experts``, told of ``sms`` SMs while ``held`` others are busy."""
+
+    def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, held: Any = 0) -> Any:
+        """Attention of a split's rows.
+
+        Args:
+            pairs: (query, key) pairs. reads: K/V positions read (:meth:`Batch.attention`).
+            query, kv: this rank's columns of q, and of k: heads * head_dim.
+            held: SMs that another kernel holds.
+        """
+
+    def collective_us(self, tokens: Any, hidden: int, ctas: Any) -> Any:
+        """The fused collective: barriers, reduce-scatter, residual, RMSNorm of the owned rows, all-gather."""
+
+    def all_reduce_us(self, tokens: Any, hidden: int) -> Any:
+        """The sequential mode's all-reduce alone."""
+
+    def norm_us(self, tokens: Any, hidden: int) -> Any:
+        """Residual add + RMSNorm of all rows."""
+
+    def stream_us(self, nbytes: Any) -> Any:
+        """A kernel that does nothing but move bytes: embedding, rotary embedding and cache write, activation."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """:class:`Costs` from a data sheet, and constants fitted to measurements (docs/planning.md).
+
+    Made by :func:`machine_of`, which checks.
+    """
+
+    gpu: Gpu
+    tp: int
+    transport: str
+    runtime: Runtime = GRAPH
+
+    @property
+    def ctas(self) -> tuple[int | None, ...]:
+        return comm.cta_choices(self.transport, self.gpu, self.tp)
+
+    @cached_property
+    def signature(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def cluster(self, ctas: int | None) -> int | None:
+        return comm.cluster(ctas, self.gpu)
+
+    def held(self, ctas: int | None) -> int:
+        return comm.held_sms(ctas, self.gpu, self.tp)
+
+    def sm_targets(self, held: int) -> tuple[int | None, ...]:
+        return (int(waves.gemm_sms(self.gpu, held)),) if held else (None,)
+
+    def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
+        return waves.gemm_us(m, n, k, self.gpu, sms=sms, held=held, experts=experts)
+
+    def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, held: Any = 0) -> Any:
+        gpu = self.gpu
+        tflops = gpu.flash3_tflops if self.runtime.flash3 else gpu.attention_tflops
+        math = (
+            pairs * (4 * query / (tflops * 1e6) * gpu.sms) / np.maximum(1, gpu.sms - held)
+        )  # q.k and p.v: 2 FLOP each
+        return np.maximum(math, reads * (2 * waves.BYTES * kv / self._hbm)) + gpu.kernel_us
+
+    def collective_us(self, tokens: Any, hidden: int, ctas: Any) -> Any:
+        return comm.fused_us(tokens, hidden, self.tp, self.gpu, self.transport, ctas)
+
+    def all_reduce_us(self, tokens: Any, hidden: int) -> Any:
+        return comm.all_reduce_us(tokens, hidden, self.tp, self.gpu, self.transport)
+
+    def norm_us(self, tokens: Any, hidden: int) -> Any:
+        return comm.norm_us(tokens, hidden, self.gpu)
+
+    def stream_us(self, nbytes: Any) -> Any:
+        return self.gpu.kernel_us + nbytes / self._hbm
+
+    @property
+    def _hbm(self) -> float:
+        return self.gpu.hbm_gbs * HBM_SHARE * 1e3  # bytes per us
+
+
+def machine_of(gpu: Gpu | str | None, tp: int = 1, transport: str | None = None, runtime: Runtime = GRAPH) -> Machine:
+    """The machine that these describe.
+
+    Args:
+        gpu: a :class:`Gpu`, a name of the table, or None for this machine's (the ``cpu`` entry without one).
+        tp: ranks.
+        transport: of the fused collective; None for the one with the least wire on this GPU.
+        runtime: how steps are launched.
+
+    Raises:
+        RequestError: an unknown GPU or transport, one that the GPU has no hardware for, or tp < 1.
+    """
+    if tp < 1:
+        raise RequestError(f"tensor parallel size {tp}; expected 1 or more")
+    known = local_gpu() if gpu is None else gpu_by_name(gpu) if isinstance(gpu, str) else gpu
+    transport = comm.check_transport(transport or comm.default_transport(known, tp), known)
+    return Machine(known, tp, transport, runtime)
