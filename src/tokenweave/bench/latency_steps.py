@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from tokenweave.engine.kv_cache import KVCache
 from tokenweave.models import Model
 from tokenweave.overlap import CpuThread, CudaStream, Inline, Overlap
 from tokenweave.planning import Mode, Plan
-from tokenweave.stages import Epilogue
+from tokenweave.stages import Epilogue, Split, Stage
 from tokenweave.weave import Collective, run_stages
+
+Wrap = Callable[[Sequence[Stage], Sequence[Split], Collective], tuple[Sequence[Stage], Collective]]
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,25 @@ class PrefillSteps:
         model: this rank's part. most: tokens of the longest prompt.
         group, device: of the ranks.
         seed: of the prompt's tokens.
+        wrap: what walks take in place of their stages and their collective; None: just these.
 
     Attributes:
         workspace: of the partial sums.
     """
 
-    def __init__(self, model: Model, most: int, group: dist.ProcessGroup, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        most: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        seed: int = 0,
+        wrap: Wrap | None = None,
+    ) -> None:
         shape = model.config
         self.workspace = Workspace(group, max_tokens=most, hidden=shape.hidden, dtype=model.dtype, device=device)
         cache = KVCache(shape.layers, most, model.kv_heads_local, shape.head_dim, model.dtype, device)
-        self._model, self._seed = model, seed
+        self._model, self._seed, self._wrap = model, seed, wrap
         self._stages = model.stages(cache)
         self._residual = torch.empty(most, shape.hidden, dtype=model.dtype, device=device)
         self._inline = Inline()
@@ -84,10 +95,13 @@ class PrefillSteps:
         splits = splits_of([chunk], plan or Plan(Mode.SEQUENTIAL), self._residual, self._model.packs)
         overlap = self._overlap if len(splits) > 1 else self._inline
         memory = self.workspace if memory is None else memory
+        stages: Sequence[Stage] = self._stages
+        if self._wrap is not None:
+            stages, collective = self._wrap(stages, splits, collective)
 
         def walk() -> torch.Tensor:
             fresh = [dataclasses.replace(split) for split in splits]
-            return run_stages(self._stages, fresh, collective, memory, overlap)[-1]
+            return run_stages(stages, fresh, collective, memory, overlap)[-1]
 
         return Variant(mode, name, plan, walk)
 

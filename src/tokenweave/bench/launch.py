@@ -28,8 +28,13 @@ def launched() -> bool:
     return {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def on_ranks(run_rank: Callable[[], int], arguments: Sequence[str], world_size: int, time_limit: float) -> int:
+def on_ranks(
+    run_rank: Callable[[], int], arguments: Sequence[str], world_size: int, time_limit: float, device: str = "cuda"
+) -> int:
     """Runs ``run_rank`` if this process is a rank; else the command ``arguments`` on ranks of its own.
+
+    Args:
+        device: "cuda": a GPU a rank; "cpu".
 
     Raises:
         RequestError: there are fewer GPUs than ranks.
@@ -38,7 +43,7 @@ def on_ranks(run_rank: Callable[[], int], arguments: Sequence[str], world_size: 
         return run_rank()
     import torch
 
-    if torch.cuda.device_count() < world_size:
+    if device == "cuda" and torch.cuda.device_count() < world_size:
         raise RequestError(
             f"--tp {world_size} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine"
         )
@@ -47,7 +52,7 @@ def on_ranks(run_rank: Callable[[], int], arguments: Sequence[str], world_size: 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among the ranks: its number, its GPU's, how many there are, the group of all."""
+    """This process among the ranks: its number, its GPU's, how many there are, its device, the group of all."""
 
     rank: int
     local: int
@@ -57,8 +62,9 @@ class Rank:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Rank]:
-    """Joins the ranks that the environment names, over NCCL. CUDA graphs are to be dropped before the block ends.
+def joined(device_type: str = "cuda") -> Iterator[Rank]:
+    """Joins the ranks that the environment names, over NCCL, or gloo on ``"cpu"``. CUDA graphs are to be dropped before
+    the block ends.
 
     Raises:
         RequestError: not 2 to 8 ranks, or no GPU for this one.
@@ -67,19 +73,24 @@ def joined() -> Iterator[Rank]:
     import torch.distributed as dist
 
     rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if not 2 <= ranks <= 8 or torch.cuda.device_count() <= local:
+    gpu = device_type == "cuda"
+    if not 2 <= ranks <= 8 or (gpu and torch.cuda.device_count() <= local):
         raise RequestError(
             f"rank {rank}: {ranks} ranks and {torch.cuda.device_count()} GPUs; expected 2 to 8 ranks of one machine, a GPU each"
         )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
     yield Rank(rank, local, ranks, device, group)
     # Live graphs that hold NCCL kernels would block the group's end: the caller has dropped them, this their cycles.
     gc.collect()
-    torch.cuda.synchronize()
+    if gpu:
+        torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
 

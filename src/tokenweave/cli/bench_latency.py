@@ -64,7 +64,7 @@ def _run_rank(args: argparse.Namespace) -> int:
             if rank == 0:
                 print(line, file=sys.stderr, flush=True)
 
-        model = _model(args, rank, ranks, group, device)
+        model = model_of(args, rank, ranks, group, device)
         config = Config(
             model=Path(args.model).name,
             tokens=numbers("--tokens", args.tokens),
@@ -93,13 +93,14 @@ def _run_rank(args: argparse.Namespace) -> int:
     return 1 if result["wrong"] else 0
 
 
-def _model(args: argparse.Namespace, rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Model:
+def model_of(args: argparse.Namespace, rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device) -> Model:
+    """This rank's part of what ``--model``, ``--layers``, ``--dummy``, ``--dtype`` and ``--seed`` name."""
     import torch
 
     from tokenweave.models import load_model, read_config
     from tokenweave.models.dummy import dummy_model
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
     where: dict[str, Any] = {"rank": rank, "world_size": ranks, "group": group, "dtype": dtype, "device": device}
     config = read_config(args.model)
     if args.layers is not None and args.layers > config.layers:

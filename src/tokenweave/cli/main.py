@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "answer prompts with a tensor-parallel model",
     "plan": "show how a batch would be run on given GPUs, with its waves and predicted times",
     "bench": "measure the fused collective against its rivals on this machine's GPUs",
+    "trace": "record one step of a model, eagerly and as a CUDA graph, and draw a layer on its two streams",
     "compile": "compile the GPU kernels, with no GPU, and show registers, spills and shared memory",
     "doctor": "show what this machine has, which transport would be used, and what is missing",
 }
