@@ -19,7 +19,7 @@ import torch
 
 from tokenweave import Epilogue, Mode, Split, Stage, Workspace, run_stages
 from tokenweave.models import read_config
-from tokenweave.planning import Planner, comm
+from tokenweave.planning import Planner
 from tokenweave.planning.batch import Batch, Run
 
 MODEL, GPU, RANKS, TOKENS = "Llama-3.1-8B", "h200", 4, 4096
@@ -47,8 +47,10 @@ class Clock:
     compute: float = 0.0
     communication: float = 0.0
 
-    def charge(self, name: str, split: int, us: float) -> None:
-        """Work on the compute stream."""
+    def charge(self, name: str, split: int, alone: float, beside: float) -> None:
+        """Work on the compute stream, which takes ``alone`` us, or ``beside`` while collectives run."""
+        overlap = min(max(0.0, self.communication - self.compute), beside)
+        us = overlap + (1 - overlap / beside) * alone
         self.boxes.append(Box("compute", name, split, self.compute, self.compute + us))
         self.compute += us
 
@@ -80,7 +82,7 @@ def timeline(mode: Mode) -> tuple[list[Box], float]:
 
     def collective_us(rows: int) -> float:
         if mode is Mode.SEQUENTIAL:
-            return float(comm.sequential_us(rows, model.config.hidden, RANKS, model.gpu, model.transport))
+            return model.sequential_us(rows)
         return float(model.fused_us(rows, plan.ctas))
 
     clock = Clock(collective_us)
@@ -90,8 +92,9 @@ def timeline(mode: Mode) -> tuple[list[Box], float]:
             before, after = batch.attention(starts[inputs]), batch.attention(ends[inputs])
             work = (after[0] - before[0], after[1] - before[1])
             attention, mlp = model.stage_us(ends[inputs] - starts[inputs], work, held)
-            us = {"embedding": 2 * model.gpu.kernel_us, "attention": attention, "mlp": mlp}[kind]
-            clock.charge(name, inputs, float(us))
+            embedding = (2 * model.gpu.kernel_us,) * 2
+            alone, beside = {"embedding": embedding, "attention": attention, "mlp": mlp}[kind]
+            clock.charge(name, inputs, float(alone), float(beside))
 
         return run
 
