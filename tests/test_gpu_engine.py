@@ -452,7 +452,8 @@ def test_a_killed_rank_ends_the_others(tiny):
     """Generation on all ranks, one of them killed: the caller gets an exception that names it, within the time limit."""
     llm = LLM(tiny, RANKS, device="cuda", dtype="bfloat16", mode="woven", cache_tokens=2000)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    killer = threading.Timer(1.0, llm._ranks.processes[-1].kill)
+    processes = list(llm._ranks.processes)
+    killer = threading.Timer(1.0, processes[-1].kill)
 
     def generate_until_it_fails() -> None:
         while time.perf_counter() - began < 60:
@@ -467,4 +468,4 @@ def test_a_killed_rank_ends_the_others(tiny):
         killer.cancel()
         llm.close()
     assert time.perf_counter() - began < 40
-    assert all(process.returncode is not None for process in llm._ranks.processes)
+    assert all(process.returncode is not None for process in processes)

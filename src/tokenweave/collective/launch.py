@@ -125,4 +125,8 @@ def loaded(kernel: Instantiation, device: int) -> Function:
     major, minor = torch.cuda.get_device_capability(device)
     suffix = "a" if major >= 9 else ""
     with torch.cuda.device(device):
+        current = c_void_p()
+        _check(driver().cuCtxGetCurrent(byref(current)), "asking for the CUDA context")
+        if not current:  # torch creates it late, and loading needs one
+            torch.cuda.synchronize()
         return Function(kernel, compile_kernel(kernel, f"sm_{major}{minor}{suffix}"))
