@@ -53,7 +53,6 @@ class Alone:
     case: Case
     kernel: str
     ranks: int = 2
-    ctas: int | None = None
     cluster: int | None = None
     transport: str = "p2p"
     fp8: str | None = None
@@ -67,14 +66,14 @@ def small() -> list[Alone]:
     bf16, fp16 = torch.bfloat16, torch.float16
     ring, plain, once = "twoshot_ring", "twoshot_registers", "oneshot"
     return [
-        Alone(Case(71, 4096), ring, ctas=2),
-        Alone(Case(70, 2880, fp16, post_norm=True), ring, ctas=2, cluster=2),
-        Alone(Case(71, 4096, bias=True, weight_offset=1.0), ring, ctas=1, fine=True),
-        Alone(Case(64, 4096, rows=tuple(range(1, 64, 2)), use_out=True), ring, ctas=1),
-        Alone(Case(90, 4096), ring, ctas=1, real=67),
-        Alone(Case(71, 4096), ring, ctas=2, fp8="row", both=True),
-        Alone(Case(71, 4096, has_residual=False), ring, ctas=1, fp8="static"),
-        Alone(Case(71, 2880), ring, ranks=4, ctas=1),
+        Alone(Case(71, 4096, ctas=2), ring),
+        Alone(Case(70, 2880, fp16, post_norm=True, ctas=2), ring, cluster=2),
+        Alone(Case(71, 4096, bias=True, weight_offset=1.0, ctas=1), ring, fine=True),
+        Alone(Case(64, 4096, rows=tuple(range(1, 64, 2)), use_out=True, ctas=1), ring),
+        Alone(Case(90, 4096, ctas=1), ring, real=67),
+        Alone(Case(71, 4096, ctas=2), ring, fp8="row", both=True),
+        Alone(Case(71, 4096, has_residual=False, ctas=1), ring, fp8="static"),
+        Alone(Case(71, 2880, ctas=1), ring, ranks=4),
         Alone(Case(33, 4096), plain),
         Alone(Case(1, 4096), plain),
         Alone(Case(9, 4096, rows=(0, 3, 8), post_norm=True), plain),
@@ -168,7 +167,7 @@ def _call(what: Alone, data: Data, workspace: Workspace) -> Call:
         residual.to(device),
         Epilogue(weight, EPS, case.has_residual, post_norm, case.weight_offset, bias),
         workspace,
-        Launch(ctas=what.ctas, cluster=what.cluster, layout="replicated" if case.replicated else "sharded"),
+        Launch(ctas=case.ctas, cluster=what.cluster, layout="replicated" if case.replicated else "sharded"),
         rows=None if case.rows is None else torch.tensor(case.rows).to(device),
         row_count=None if what.real is None else torch.tensor([what.real], dtype=torch.int32).to(device),
         out=out,

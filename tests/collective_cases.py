@@ -19,7 +19,7 @@ POISON = -777.0  # in what a collective must overwrite, or must leave alone
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one call. ``rows``: None for all, else the sampled rows."""
+    """Arguments of one call. ``rows``: None for all, else the sampled rows. ``ctas``: of GPU kernels."""
 
     tokens: int
     hidden: int
@@ -31,6 +31,7 @@ class Case:
     replicated: bool = False
     rows: tuple[int, ...] | None = None
     use_out: bool = False
+    ctas: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def call(case: Case, data: Data, workspace: Workspace, start: int = 0) -> tuple[
         workspace,
         rows=rows,
         out=out,
+        ctas=case.ctas,
         has_residual=case.has_residual,
         layout="replicated" if case.replicated else "sharded",
         post_norm=data.post_norm,
