@@ -53,16 +53,24 @@ def _table(path: Path) -> str:
     table = result.get("readme") if isinstance(result, dict) else None
     if table is None:
         return ""
-    machine = result.get("machine")
+    return rendered(table, result.get("machine"), path.name, "readme")
+
+
+def rendered(table: dict[str, Any], machine: object, file: str, key: str) -> str:
+    """A table in Markdown, with its machine. ``file`` and ``key`` say in errors where it is from.
+
+    Raises:
+        TableError: it lacks something or has ragged rows.
+    """
     if not isinstance(machine, str) or not machine:
-        raise TableError(f"{path.name}: a table needs the machine that it was measured on, as text in 'machine'")
-    for key in ("title", "columns", "rows"):
-        if not table.get(key):
-            raise TableError(f"{path.name}: 'readme' has no {key!r}")
+        raise TableError(f"{file}: a table needs the machine that it was measured on, as text in 'machine'")
+    for part in ("title", "columns", "rows"):
+        if not table.get(part):
+            raise TableError(f"{file}: {key!r} has no {part!r}")
     columns = table["columns"]
     ragged = [row for row in table["rows"] if len(row) != len(columns)]
     if ragged:
-        raise TableError(f"{path.name}: row {ragged[0]} has {len(ragged[0])} cells; there are {len(columns)} columns")
+        raise TableError(f"{file}: row {ragged[0]} has {len(ragged[0])} cells; there are {len(columns)} columns")
     lines = [f"**{table['title']}** ({machine})", "", _row(columns), _row(["---"] + ["---:"] * (len(columns) - 1))]
     lines += [_row(row) for row in table["rows"]]
     if table.get("note"):

@@ -17,6 +17,7 @@ from tokenweave.planning.makespan import Part, makespan
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import docs_tables  # noqa: E402
 import draw_weave  # noqa: E402
 import readme_tables  # noqa: E402
 
@@ -92,6 +93,26 @@ def test_a_result_that_cannot_be_shown_is_named(tmp_path, text, message):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(readme_tables.TableError, match=message):
         readme_tables.tables(tmp_path)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_tables_are_the_measured_ones(document):
+    text = document.read_text("utf-8")
+    assert text == docs_tables.filled(text, docs_tables.measured(ROOT / "benchmarks" / "results")), "`make docs`"
+
+
+def test_a_table_goes_to_its_place_in_a_document(tmp_path):
+    table = {"title": "T", "columns": ["a"], "rows": [[1]]}
+    (tmp_path / "a.json").write_text(json.dumps({"machine": "m", "tables": {"one": table}}))
+    (tmp_path / "b.json").write_text(json.dumps([1]))
+    document = "x\n<!-- table: one -->\nold\n<!-- end of table -->\ny\n<!-- table: two -->\n<!-- end of table -->\n"
+    assert docs_tables.filled(document, docs_tables.measured(tmp_path)) == (
+        "x\n<!-- table: one -->\n**T** (m)\n\n| a |\n| --- |\n| 1 |\n<!-- end of table -->\ny\n"
+        f"<!-- table: two -->\n{docs_tables.NOTHING}\n<!-- end of table -->\n"
+    )
+    (tmp_path / "a.json").write_text(json.dumps({"tables": {"one": table}}))
+    with pytest.raises(readme_tables.TableError, match="needs the machine"):
+        docs_tables.measured(tmp_path)
 
 
 def test_a_readme_without_markers_is_an_error():

@@ -1,0 +1,69 @@
+"""Fills the measured tables of docs/*.md from benchmarks/results/*.json, so that no figure there is typed by hand.
+
+    python scripts/docs_tables.py           # rewrite them
+    python scripts/docs_tables.py --check   # exit 1 if one is out of date
+
+A document says where the table NAME goes with two lines, "<!-- table: NAME -->" and "<!-- end of table -->". A result file
+has "tables": {NAME: {...}}, each as scripts/readme_tables.py wants it, and "machine". Of several files with the same table
+the last one by name is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from readme_tables import ROOT, TableError, rendered
+
+_PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+NOTHING = "No figures have been published here yet."
+
+
+def measured(folder: Path) -> dict[str, str]:
+    """Name -> Markdown, of all tables in the folder's result files.
+
+    Raises:
+        TableError: a file is not JSON, or a table is not one.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise TableError(f"{path.name} is not JSON: {error}") from None
+        for name, table in result.get("tables", {}).items() if isinstance(result, dict) else ():
+            found[name] = rendered(table, result.get("machine"), path.name, f"tables.{name}")
+    return found
+
+
+def filled(document: str, tables: dict[str, str]) -> str:
+    """``document`` with every table in its place; one that is not measured yet says so."""
+    return _PLACE.sub(lambda place: f"{place[1]}{tables.get(place['name'], NOTHING)}\n{place[3]}", document)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
+    args = parser.parse_args()
+    try:
+        tables = measured(ROOT / "benchmarks" / "results")
+    except TableError as error:
+        sys.exit(f"docs_tables: {error}")
+    stale = []
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        old = path.read_text(encoding="utf-8")
+        new = filled(old, tables)
+        if new != old:
+            stale.append(path.name)
+            if not args.check:
+                path.write_text(new, encoding="utf-8")
+    if args.check and stale:
+        print(f"{', '.join(stale)}: out of date; run scripts/docs_tables.py", file=sys.stderr)
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
