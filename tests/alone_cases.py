@@ -1,8 +1,9 @@
 """Calls of all ranks in one process on one GPU (tokenweave.bench.alone), against float64, with memory around that is watched.
 
-    PYTHONPATH=src python3 tests/alone_cases.py [--plant memory|race]
+    PYTHONPATH=src python3 tests/alone_cases.py [--plant memory|race] [--rank 0|1 --store FILE]
 
 runs a small set of them, for compute-sanitizer (test_gpu_sanitizer.py); ``--plant`` makes a mistake in the kernels first.
+With ``--rank`` the process is one of two, each with a GPU, and runs those that need nothing of :mod:`alone`.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 import fp8_cases
-from collective_cases import EPS, POISON, Case, Data, bits, check, make, on
+from collective_cases import EPS, POISON, Case, Data, bits, call, check, make, on, open_workspace
 from tokenweave.bench import alone
-from tokenweave.collective import Workspace, cuda_backend
+from tokenweave.collective import Workspace, cuda_backend, selftest
 from tokenweave.collective import compile as compiler
 from tokenweave.collective.call import Call, Launch
 from tokenweave.collective.compile import Kernel, compile_kernel
@@ -114,11 +116,11 @@ def run(what: Alone, seed: int, rounds: int = 2) -> None:
         assert {kernel.name for kernel in kernels} == {what.kernel}, f"{what} runs {kernels[0].name}"
         _compile(kernels)
         results = alone.run(calls)
-        for workspace, call, result in zip(ranks.workspaces, calls, results, strict=True):
+        for workspace, of, result in zip(ranks.workspaces, calls, results, strict=True):
             cuda_backend.check(workspace)
             assert torch.equal(_bits(result), _bits(results[0])), f"ranks differ: {what}"
-            _check(what, data, call, result, seed + number)
-            _expect_untouched(workspace._data[1, 0 if call.out is None else call.results :])
+            _check(what, data, of, result, seed + number)
+            _expect_untouched(workspace._data[1, 0 if of.out is None else of.results :])
     for gap in ranks.gaps:
         _expect_untouched(gap)
     for workspace in ranks.workspaces:
@@ -226,10 +228,36 @@ def plant(what: str) -> None:
     compiler._sources.cache_clear()
 
 
+def run_as_rank(rank: int, store: str) -> None:
+    """The plain ones of the cases, as one of two ranks. Nothing but our kernels communicates on the GPUs."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    selftest.failure = lambda workspace: None  # it compares with NCCL, whose kernels the tool would look at too
+    for number, what in enumerate(small()):
+        case = what.case
+        if what.kernel == "add_rmsnorm" or what.ranks != 2 or what.fp8 or what.real or what.fine:
+            continue
+        device = torch.device("cuda", rank)
+        options = {"device": device, "transport": what.transport, "time_limit": 60.0}
+        with open_workspace(case, dist.group.WORLD, **options) as workspace:
+            data = make(case, 2, number)
+            residual, rows = call(case, data, workspace)
+            torch.cuda.synchronize()
+            cuda_backend.check(workspace)
+            check(case, data, residual, rows, workspace, rounded_sum=what.transport != "p2p")
+            dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plant", choices=tuple(PLANTS))
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--store")
     parsed = parser.parse_args()
+    if parsed.rank is not None:
+        run_as_rank(parsed.rank, parsed.store)
+        return
     if parsed.plant:  # what comes out is wrong too; the sanitizer has to say why
         plant(parsed.plant)
         ranks = alone.open_ranks([torch.device("cuda", 0)] * 2, max_tokens=71, hidden=4096, dtype=torch.bfloat16)

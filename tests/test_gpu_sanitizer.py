@@ -27,12 +27,17 @@ pytestmark = [
 PLANTED = {"memcheck": "memory", "racecheck": "race"}  # what each tool has to find
 
 
-def _start(*arguments: str, tool: str | None = None) -> subprocess.Popen[str]:
+def _start(*arguments: str, tool: str | None = None, gpus: str = "0") -> subprocess.Popen[str]:
     command = [sys.executable, str(PROGRAM), *arguments]
     if tool is not None:
         command = [TOOL, "--tool", tool, "--target-processes", "application-only", "--print-limit", "20", *command]
     path = os.pathsep.join([str(PROGRAM.parents[1] / "src"), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "0"}
+    environment = {
+        **os.environ,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": path,
+        "CUDA_VISIBLE_DEVICES": gpus,
+    }
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
@@ -61,3 +66,21 @@ def test_kernels_under_memcheck_and_racecheck():
         else:
             assert _findings(output) == 0, output[-10000:]
             assert runs[tool, planted].returncode == 0, output[-5000:]
+
+
+@pytest.mark.gpu(count=2)
+def test_two_ranks_under_memcheck(tmp_path):
+    """Two processes as always, each under the tool: memory of the peer that is mapped, kernels that do wait."""
+    plain = _start()
+    output, _ = plain.communicate(timeout=120)
+    assert plain.returncode == 0, output[-5000:]
+    arguments = [("--rank", str(rank), "--store", str(tmp_path / "store")) for rank in range(2)]
+    runs = [_start(*of, tool="memcheck", gpus="0,1") for of in arguments]
+    try:
+        outputs = [run.communicate(timeout=150)[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    for run, output in zip(runs, outputs, strict=True):
+        assert _findings(output) == 0, output[-10000:]
+        assert run.returncode == 0, output[-5000:]
