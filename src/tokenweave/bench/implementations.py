@@ -9,7 +9,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -255,18 +255,26 @@ def _torch_symmetric(fixture: Fixture) -> Prepared:
 def _flashinfer(fixture: Fixture) -> Prepared:
     comm = importlib.import_module("flashinfer.comm")
     f, e = fixture, fixture.epilogue
-    handles, pointers, metadata = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-        tp_rank=f.rank,
-        tp_size=f.ranks,
-        max_token_num=f.max_tokens,
-        hidden_dim=f.hidden,
-        use_fp32_lamport=False,
-        group=f.group,
-        create_metadata=True,
-    )
+
+    def workspace(tokens: int) -> tuple[Any, Any, Any]:
+        return comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
+            tp_rank=f.rank,
+            tp_size=f.ranks,
+            max_token_num=tokens,
+            hidden_dim=f.hidden,
+            use_fp32_lamport=False,
+            group=f.group,
+            create_metadata=True,
+        )
+
+    # One for each kind: the one-shot kernel goes astray in a workspace whose three inboxes take more than 2 GiB
+    # (0.6.13: wrong rows at 2 ranks, illegal accesses at 4), and the two-shot kernel has to hold the largest batch.
+    of_one_shot = workspace(min(f.max_tokens, max(1, _ONESHOT_BYTES // f.x[:1].nbytes)))
+    of_two_shot = workspace(f.max_tokens)
 
     def fused(tokens: int, one_shot: bool) -> Callable[[], object]:
         rows, residual = f.x[:tokens], f.residual[:tokens]
+        _, pointers, metadata = of_one_shot if one_shot else of_two_shot
         # As vLLM calls it: in place, fp32 sums, programmatic dependent launch. Its kernels read the residual before they
         # wait for their predecessor, so in a chain of them completion may only be signalled at the end.
         return lambda: comm.trtllm_allreduce_fusion(
@@ -306,7 +314,11 @@ def _flashinfer(fixture: Fixture) -> Prepared:
                 found.append(Implementation(name, "rival", fused(tokens, one_shot), rows, "fused", range(tokens)))
         return found
 
-    return Prepared(choices, lambda: comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles, group=f.group))
+    def close() -> None:
+        for handles, _, _ in (of_one_shot, of_two_shot):
+            comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles, group=f.group)
+
+    return Prepared(choices, close)
 
 
 def _require_flashinfer() -> None:
