@@ -15,6 +15,7 @@ from tokenweave.errors import TokenWeaveError
 COMMANDS = {
     "generate": "answer prompts with a tensor-parallel model",
     "plan": "show how a batch would be run on given GPUs, with its waves and predicted times",
+    "simulate": "simulate a fleet that serves a trace: throughput and waiting times with and without TokenWeave",
     "bench": "measure the fused collective against its rivals on this machine's GPUs",
     "trace": "record one step of a model, eagerly and as a CUDA graph, and draw a layer on its two streams",
     "compile": "compile the GPU kernels, with no GPU, and show registers, spills and shared memory",
