@@ -32,7 +32,7 @@ LAYER_MS = {  # (ranks, tokens) -> sequential, fused, woven
 def test_predicted_fused_collectives_are_close_to_measured(ranks: int, ctas: int) -> None:
     for tokens, measured in FUSED_US[ranks, ctas].items():
         predicted = comm.fused_us(tokens, 4096, ranks, GPUS["h200"], "p2p", ctas)
-        assert predicted == pytest.approx(measured, rel=0.08), tokens
+        assert predicted == pytest.approx(measured, rel=0.1), tokens
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), LAYER_MS)

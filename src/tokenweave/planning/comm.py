@@ -10,22 +10,38 @@ from typing import Any
 
 import numpy as np
 
+from tokenweave.collective.symmetric import oneshot_rows
 from tokenweave.errors import RequestError
-from tokenweave.planning.hardware import HBM_SHARE, Gpu
-from tokenweave.planning.waves import BYTES
+from tokenweave.planning.hardware import HBM_SHARE, L2_FOOTPRINT, L2_SM_BYTES, Gpu
+from tokenweave.planning.waves import BYTES, ceil_div
 
 TRANSPORTS = ("multimem", "p2p", "torch")
 
-# Measured on 2 and 4 H200 (p2p, NCCL), and published for 8 H100 (multimem); shares are of the data sheet's link rate.
-P2P_PLATEAU = 0.73  # 328 of 450 GB/s
-P2P_CTA_GBS_PER_GHZ = 46.0  # 91 GB/s touched by a CTA at 1.98 GHz, peers' and local bytes alike: the SM is the limit
-MULTIMEM_PLATEAU = 0.68  # 306 of 450 GB/s
+# Fitted to kernels measured on 2 and 4 H200 (p2p, NCCL), and published for 8 H100 (multimem): docs/planning.md. Shares are
+# of the data sheet's link rate.
+P2P_START_US, P2P_RANK_US = 4.61, 0.85  # launch and both barriers, and what each rank adds
+P2P_FILL_US, P2P_FILL_ROWS = (
+    0.57,
+    18.7,
+)  # until a block's rows are in flight: half of it from so many rows of the batch on
+P2P_PLATEAU = 0.736  # 331 of 450 GB/s
+P2P_CTA_GBS_PER_GHZ = (
+    46.6  # 92 GB/s touched by a CTA at 1.98 GHz, peers' and local bytes alike: the SM's port is the limit
+)
+P2P_SHARPNESS = 9.0  # the slower of link and SMs, rounded off where both are close
+ALONE_US = 1.4  # that a launch with the default blocks gains by starting while its predecessor ends
+ONESHOT_START_US, ONESHOT_RANK_US = 3.6, 0.4
+MULTIMEM_START_US, MULTIMEM_RANK_US = 4.5, 0.92
+MULTIMEM_FILL_US, MULTIMEM_FILL_ROWS = 7.0, 360.0
+MULTIMEM_PLATEAU = 0.696  # 313 of 450 GB/s
 MULTIMEM_REDUCE_PLATEAU = 0.80  # a plain multimem all-reduce, with no norm to wait for
-MULTIMEM_CTA_GBS = 6.26  # owned bytes per CTA: each load waits for the switch
-MULTIMEM_SERIAL_GBS = 76.6  # owned bytes, whatever the CTAs
-LIBRARY_PLATEAU = 0.70  # NCCL's ring, 295-328 of 450 GB/s
-LIBRARY_LOW_LATENCY_RATE = 0.30  # of the link, in the protocol for small messages
-CTA_CHOICES = (2, 4, 8, 12, 16)  # more gain nothing (p2p: flat from 12 on; multimem: slower again from 32)
+MULTIMEM_CTA_GBS = 6.43  # owned bytes per CTA: each load waits for the switch
+MULTIMEM_SERIAL_GBS = 72.5  # owned bytes, whatever the CTAs
+MULTIMEM_CROWD_US, MULTIMEM_CROWD_ROWS = 0.663, 2960.0  # a CTA beyond 16, in batches that are long beside so many rows
+LIBRARY_PLATEAU = 0.72  # NCCL's ring, 316-340 of 450 GB/s
+LIBRARY_LOW_LATENCY_RATE = 0.31  # of the link, in the protocol for small messages
+CTA_CHOICES = (2, 4, 8, 12, 16)  # beside other work; more gain nothing (p2p: flat from 12 on; multimem: slower again)
+MOST_ALONE = 64  # blocks of a launch that has the GPU to itself
 LIBRARY_CTAS = 16  # SMs that the library's kernel holds
 
 
@@ -62,12 +78,24 @@ def held_sms(ctas: int | None, gpu: Gpu, tp: int) -> int:
 
 def norm_us(tokens: Any, hidden: int, gpu: Gpu) -> Any:
     """us of a residual add + RMSNorm kernel: reads rows and residual, writes both."""
-    return gpu.kernel_us + 4 * BYTES * hidden / (gpu.hbm_gbs * HBM_SHARE * 1e3) * tokens
+    return gpu.kernel_us + stream_us(4 * BYTES * hidden * tokens, gpu)
+
+
+def stream_us(nbytes: Any, gpu: Gpu) -> Any:
+    """us to read and write so many bytes, half of them each, that the kernel before has just touched.
+
+    They come from L2 as far as they fit, and from memory if they are half as much again: an LRU that is too small for a
+    loop hits nothing.
+    """
+    fits = gpu.l2_mb * L2_FOOTPRINT * 1e6
+    missed = np.clip(nbytes / fits - 1, 0, 1)
+    memory, l2 = 1 / (gpu.hbm_gbs * HBM_SHARE * 1e3), 1 / (gpu.sms * gpu.clock_ghz * L2_SM_BYTES * 1e3)
+    return nbytes * (l2 + missed * max(0.0, memory - l2))
 
 
 def _library_us(wire: Any, tp: int, gpu: Gpu) -> Any:
     """us of one collective of NCCL or gloo: the better of its bandwidth and its low-latency protocol. ``wire`` in bytes."""
-    low_latency = (0.2 + 0.07 * min(tp, 8)) * gpu.library_us
+    low_latency = (0.205 + 0.07 * min(tp, 8)) * gpu.library_us
     return np.minimum(
         gpu.library_us + wire / (gpu.link_gbs * LIBRARY_PLATEAU * 1e3),
         low_latency + wire / (gpu.link_gbs * LIBRARY_LOW_LATENCY_RATE * 1e3),
@@ -81,19 +109,15 @@ def all_reduce_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str) -
     rows = tokens * (hidden * BYTES)
     if transport == "multimem":
         wire = rows * (1 + 1 / tp)
-        return _barriers_us(transport, tp) + wire / (gpu.link_gbs * MULTIMEM_REDUCE_PLATEAU * 1e3)
+        return MULTIMEM_START_US + MULTIMEM_RANK_US * tp + wire / (gpu.link_gbs * MULTIMEM_REDUCE_PLATEAU * 1e3)
     return _library_us(rows * (2 * (tp - 1) / tp), tp, gpu)
-
-
-def _barriers_us(transport: str, tp: int) -> float:
-    """us of launch and both barriers: 7 at 2 ranks, 8 at 4; 14 published for multimem at 8."""
-    return 6.0 + tp if transport == "multimem" else 6.0 + tp / 2
 
 
 def fused_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: Any) -> Any:
     """us of the fused collective: reduce-scatter, residual, RMSNorm of the owned rows, all-gather.
 
-    ``tokens`` and ``ctas`` are ints or int64 arrays that broadcast; ``ctas`` is None for the torch transport or one rank.
+    ``tokens`` and ``ctas`` are ints or int64 arrays that broadcast. ``ctas`` None: the launch that the engine makes when
+    nothing runs beside it, the one-shot kernel for small batches; for the torch transport and for one rank the only one.
     """
     if tp == 1:
         return norm_us(tokens, hidden, gpu)
@@ -103,14 +127,30 @@ def fused_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: 
         # Two library collectives, and kernels that add N parts and the residual, then norm, on the owned rows.
         passes = owned * ((tp + 6) / (gpu.hbm_gbs * HBM_SHARE * 1e3)) + 2 * gpu.kernel_us
         return passes + 2 * _library_us(owned * (tp - 1), tp, gpu)
+    if ctas is not None:
+        return _two_shot_us(tokens, rows, tp, gpu, transport, ctas)
+    blocks = np.clip(ceil_div(tokens, tp), 1, MOST_ALONE)
+    alone = _two_shot_us(tokens, rows, tp, gpu, transport, blocks) - ALONE_US
+    link = gpu.link_gbs * P2P_PLATEAU * 1e3
+    one_shot = ONESHOT_START_US + ONESHOT_RANK_US * tp + rows * ((tp - 1) / link)
+    return np.where(tokens <= oneshot_rows(tp, hidden * BYTES), np.minimum(one_shot, alone), alone)
+
+
+def _two_shot_us(tokens: Any, rows: Any, tp: int, gpu: Gpu, transport: str, ctas: Any) -> Any:
+    owned = rows / tp
     if transport == "multimem":
+        start = MULTIMEM_START_US + MULTIMEM_RANK_US * tp
+        fill = MULTIMEM_FILL_US * tokens / (tokens + MULTIMEM_FILL_ROWS)
         wire_us = rows * (1 + 1 / tp) / (gpu.link_gbs * MULTIMEM_PLATEAU * 1e3)
         cta_us = owned * (1 / (ctas * MULTIMEM_CTA_GBS) + 1 / MULTIMEM_SERIAL_GBS) / 1e3
-    else:
-        wire_us = owned * (2 * (tp - 1)) / (gpu.link_gbs * P2P_PLATEAU * 1e3)
-        touched = owned * (2 * tp + 2)  # N loads, N stores, the residual read and written
-        cta_us = touched / (ctas * P2P_CTA_GBS_PER_GHZ * gpu.clock_ghz * 1e3)
-    return _barriers_us(transport, tp) + np.maximum(wire_us, cta_us)
+        crowd = MULTIMEM_CROWD_US * np.maximum(0, ctas - 16) * tokens / (tokens + MULTIMEM_CROWD_ROWS)
+        return start + fill + np.maximum(wire_us, cta_us) + crowd
+    start = P2P_START_US + P2P_RANK_US * tp
+    fill = P2P_FILL_US * tokens / (tokens + P2P_FILL_ROWS)
+    wire_us = owned * (2 * (tp - 1)) / (gpu.link_gbs * P2P_PLATEAU * 1e3)
+    touched = owned * (2 * tp + 2)  # N loads, N stores, the residual read and written
+    cta_us = touched / (ctas * P2P_CTA_GBS_PER_GHZ * gpu.clock_ghz * 1e3)
+    return start + fill + (wire_us**P2P_SHARPNESS + cta_us**P2P_SHARPNESS) ** (1 / P2P_SHARPNESS)
 
 
 def cluster(ctas: int | None, gpu: Gpu) -> int | None:

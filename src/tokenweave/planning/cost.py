@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,9 +58,13 @@ class CostModel:
         self._head = Gemm("head", shard.vocab.size, config.hidden)
         self._step = row_step(self.gpu)
         self._held = sorted({0} | {costs.held(ctas) for ctas in self.ctas})
+        self._all_ctas = [ctas or 0 for ctas in self.ctas]
         self._targets: dict[tuple[str, int], list[int | None]] = {}
         self._tables: dict[str, np.ndarray] = {}
         self._tabulate(TABULATED_TOKENS)
+        # A plan asks for the same few of these several times.
+        self._whole = functools.lru_cache(maxsize=64)(self._whole_us)
+        self.head_us = functools.lru_cache(maxsize=4096)(self._head_us)
 
     def held(self, ctas: int | None) -> int:
         """SMs that GEMMs lose while a fused collective of ``ctas`` CTAs is in flight."""
@@ -71,12 +76,16 @@ class CostModel:
         return self._targets[gemm, self.held(ctas)][int(self._row(rows))]
 
     def _tabulate(self, tokens: int) -> None:
-        """us of each stage's two GEMMs together: float64 [2, held SMs, rows]; [0] alone, [1] beside the held SMs.
+        """us by rows, one column for every row up to a row step, then for row steps.
 
-        Columns: every row up to a row step, then row steps.
+        Stages, all but the attention itself: float64 [2, held SMs, rows], [0] alone, [1] beside the held SMs. Collectives:
+        float64 [CTAs, rows].
         """
-        step = self._step
-        rows = np.concatenate([np.arange(step), np.arange(1, ceil_div(tokens, step) + 1) * step])
+        step, costs = self._step, self.costs
+        # One more than is ever asked for: times between two columns are interpolated.
+        rows = np.concatenate([np.arange(step), np.arange(1, ceil_div(tokens, step) + 2) * step])
+        streamed = {"attention": self._rope_bytes, "mlp": self._activation_bytes}
+        launches = {"attention": ATTENTION_LAUNCHES, "mlp": MLP_LAUNCHES}
         for stage, gemms in self._stages.items():
             table = np.zeros((2, len(self._held), len(rows)))
             for gemm in gemms:
@@ -85,7 +94,10 @@ class CostModel:
                     table[0, index] += alone
                     table[1, index] += beside
                     self._targets[gemm.name, held] = targets
+            table += costs.stream_us(rows * streamed[stage]) + costs.runtime.gap_us * launches[stage]
             self._tables[stage] = table
+        self._sends = np.stack([costs.collective_us(rows, self.config.hidden, ctas) for ctas in self.ctas])
+        self._sends += costs.runtime.gap_us * END_LAUNCHES["fused"]
         self._tabulated = tokens
 
     def _gemm_table(self, gemm: Gemm, rows: np.ndarray, held: int) -> tuple[np.ndarray, np.ndarray, list[int | None]]:
@@ -125,19 +137,26 @@ class CostModel:
             held: SMs that the other split's collective holds: one of :meth:`held`'s, int or int64 [...].
         """
         self._reach(int(np.max(rows)))
-        costs, gap = self.costs, self.costs.runtime.gap_us
         column, of_held = self._row(rows), np.searchsorted(self._held, held)
-        pairs, reads = attention
-        rope, activation = costs.stream_us(rows * self._rope_bytes), costs.stream_us(rows * self._activation_bytes)
-        first, second = [], []
-        for beside in (0, 1):
-            attend = costs.attention_us(pairs, reads, self._query, self._kv, held=held if beside else 0)
-            gemms = self._tables["attention"][beside, of_held, column]
-            first.append(gemms + attend + rope + gap * ATTENTION_LAUNCHES)
-            second.append(self._tables["mlp"][beside, of_held, column] + activation + gap * MLP_LAUNCHES)
+        attention_table, mlp_table = self._tables["attention"], self._tables["mlp"]
+        attend = [self.costs.attention_us(*attention, self._query, self._kv, held=busy) for busy in (0, held)]
+        first = [attention_table[beside, of_held, column] + attend[beside] for beside in (0, 1)]
+        second = [mlp_table[beside, of_held, column] for beside in (0, 1)]
         return (first[0], first[1]), (second[0], second[1])
 
-    def head_us(self, sampled: int) -> float:
+    def _sends_us(self, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
+        """us of fused collectives, by their index in ``ctas``: between row steps they grow evenly."""
+        step, column = self._step, self._row(rows)
+        missing = np.where(rows > step, -rows % step, 0) / step
+        upper = self._sends[which, column]
+        return upper - missing * (upper - self._sends[which, column - 1])
+
+    def _whole_us(self, batch: Batch) -> tuple[float, float, float]:
+        """Compute us of an uncut batch: embedding, attention, mlp."""
+        (attention, _), (mlp, _) = self.stage_us(batch.tokens, batch.total_attention)
+        return float(self._embed_us(batch.tokens)), float(attention), float(mlp)
+
+    def _head_us(self, sampled: int) -> float:
         """us of the vocabulary projection of the sampled rows and of the step itself, alike in every mode."""
         runtime = self.costs.runtime
         gemm = self.costs.gemm_us(sampled, self._head.n, self._head.k)
@@ -149,30 +168,28 @@ class CostModel:
         edges = EMBED_LAUNCHES + END_LAUNCHES[kind]
         return self.costs.runtime.host_us * (splits * (self.config.layers * layer + edges) + HEAD_LAUNCHES)
 
-    def unsplit_us(self, batch: Batch, kind: str, ctas: int | None = None) -> float:
+    def unsplit_us(self, batch: Batch, kind: str) -> float:
         """us of a whole step on one stream.
 
         Args:
             batch: the step.
-            kind: ``"sequential"``, ``"fused"`` (with ``ctas``) or ``"no_comm"``, the bound: collectives removed, norms
-                kept.
+            kind: ``"sequential"``, ``"fused"`` or ``"no_comm"``, the bound: collectives removed, norms kept.
         """
         tokens, layers = batch.tokens, self.config.layers
         end: Callable[[int, int], float] = {
             "sequential": lambda sent, normed: self.sequential_us(sent, normed),
-            "fused": lambda _, normed: float(self.fused_us(normed, ctas)),
+            "fused": lambda _, normed: float(self.fused_us(normed, None)),
             "no_comm": lambda _, normed: float(self.costs.norm_us(normed, self.config.hidden)),
         }[kind]
         gap = self.costs.runtime.gap_us * END_LAUNCHES[kind]
         after, last = end(tokens, tokens) + gap, end(tokens, batch.sampled) + gap
-        (attention, _), (mlp, _) = self.stage_us(tokens, batch.total_attention)
-        embed = self._embed_us(tokens)
-        first = [Part(float(attention), float(attention), after)]
-        layer = [first, [Part(float(mlp), float(mlp), after)]]
+        embed, attention, mlp = self._whole(batch)
+        first = [Part(attention, attention, after)]
+        layer = [first, [Part(mlp, mlp, after)]]
         blocks: list[Block] = [
             ([[Part(embed, embed, after)]], 1),
             (layer, layers - 1),
-            ([first, [Part(float(mlp), float(mlp), last)]], 1),
+            ([first, [Part(mlp, mlp, last)]], 1),
         ]
         return max(float(makespan(blocks)), self._launched_us(1, kind)) + self.head_us(batch.sampled)
 
@@ -194,16 +211,17 @@ class CostModel:
 
         ``ctas`` is None where the transport has no such choice.
         """
-        layers, sampled, gap = self.config.layers, batch.sampled, self.costs.runtime.gap_us
+        layers, sampled = self.config.layers, batch.sampled
         lengths = np.stack([cuts, batch.tokens - cuts])
         # A chunk that is cut has its context read by both halves; the suffix's reads are at least the rest.
         first, every = batch.attention(cuts), batch.total_attention
         pairs, reads = (np.stack([first[i], every[i] - first[i]]) for i in (0, 1))
         held = self.held(None) if ctas is None else ctas
         attention, mlp = self.stage_us(lengths, (pairs, reads), held)
-        send, embed = self.fused_us(lengths, ctas) + gap, self._embed_us(lengths)
+        which = np.zeros_like(cuts) if ctas is None else np.searchsorted(self._all_ctas, ctas)
+        send, embed = self._sends_us(lengths, which), self._embed_us(lengths)
         # The last stage sends the sampled rows alone, the last of each sequence: counted with the suffix.
-        nothing, last = self.fused_us(0, ctas) + gap, self.fused_us(sampled, ctas) + gap
+        nothing, last = self._sends_us(np.array([[0], [sampled]]), which)
 
         def stage(times: tuple[Any, Any], sends: Any) -> list[Part]:
             return [Part(*parts) for parts in zip(*times, sends, strict=True)]

@@ -70,7 +70,10 @@ class Costs(Protocol):
         """
 
     def collective_us(self, tokens: Any, hidden: int, ctas: Any) -> Any:
-        """The fused collective: barriers, reduce-scatter, residual, RMSNorm of the owned rows, all-gather."""
+        """The fused collective: barriers, reduce-scatter, residual, RMSNorm of the owned rows, all-gather.
+
+        ``ctas`` None: as the engine launches it when nothing runs beside it, the one-shot kernel for small batches.
+        """
 
     def all_reduce_us(self, tokens: Any, hidden: int) -> Any:
         """The sequential mode's all-reduce alone."""
@@ -132,7 +135,7 @@ class Machine:
         return comm.norm_us(tokens, hidden, self.gpu)
 
     def stream_us(self, nbytes: Any) -> Any:
-        return self.gpu.kernel_us + nbytes / self._hbm
+        return self.gpu.kernel_us + comm.stream_us(nbytes, self.gpu)
 
     @property
     def _hbm(self) -> float:

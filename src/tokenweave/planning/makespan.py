@@ -80,8 +80,8 @@ def _pace(part: Part, vector: bool) -> Any:
         return None
     if not vector:
         return 1 - work / held if held > work else None
-    extra = np.asarray(held - work, dtype=np.float64)
-    return np.divide(extra, held, out=np.zeros(np.broadcast(extra, held).shape), where=extra > 0)
+    extra = held - work
+    return extra / np.maximum(held, 1e-300) if np.any(extra) else None
 
 
 def _equal(moved: list[Any], scale: Any, vector: bool) -> bool:

@@ -25,7 +25,8 @@ class Plan:
     Attributes:
         mode: sequential, fused or woven.
         split: rows in the prefix; None unless ``mode`` is woven, then 0 < split < tokens.
-        ctas: thread blocks of the fused collective (one SM each); None where the transport has no such choice.
+        ctas: thread blocks of the fused collective (one SM each), so that it leaves the others to the GEMMs beside it; None
+            for the transport's own choice, where nothing runs beside it or there is none.
         cluster: thread blocks per cluster of the collective's launch; None for no clusters.
         gemm_sms: SMs left to each GEMM, keyed by (GEMM name, split name) such as ``("gate_up", "prefix")``.
     """

@@ -179,9 +179,7 @@ class Planner:
 
     def _times(self, batch: Batch, woven: _Woven | None) -> StepTimes:
         model = self.model
-        sequential, fused = (
-            model.unsplit_us(batch, kind, self._fused_ctas(batch.tokens)) for kind in ("sequential", "fused")
-        )
+        sequential, fused = (model.unsplit_us(batch, kind) for kind in ("sequential", "fused"))
         woven_us = None if woven is None else woven.us
         mode = self._best_mode(sequential, fused, woven_us)
         return StepTimes(batch.tokens, sequential, fused, woven_us, model.unsplit_us(batch, "no_comm"), mode)
@@ -213,7 +211,7 @@ class Planner:
     def _choose(self, batch: Batch, mode: Mode | None, allow_woven: bool) -> Plan:
         if mode is Mode.SEQUENTIAL:
             return Plan(Mode.SEQUENTIAL)
-        fused = Plan(Mode.FUSED, ctas=(ctas := self._fused_ctas(batch.tokens)), cluster=self.model.costs.cluster(ctas))
+        fused = Plan(Mode.FUSED)  # nothing runs beside its collectives: the transport knows how many blocks are best
         if mode is Mode.FUSED:
             return fused
         if mode is Mode.WOVEN:
@@ -222,17 +220,12 @@ class Planner:
         woven = self._best_woven(batch) if allow_woven and self.model.tp > 1 else None
         best = self._best_mode(
             self.model.unsplit_us(batch, "sequential"),
-            self.model.unsplit_us(batch, "fused", ctas),
+            self.model.unsplit_us(batch, "fused"),
             None if woven is None else woven.us,
         )
         if woven is not None and best is Mode.WOVEN:
             return self._woven_plan(batch.tokens, woven)
         return fused if best is Mode.FUSED else Plan(Mode.SEQUENTIAL)
-
-    def _fused_ctas(self, tokens: int) -> int | None:
-        """The fewest CTAs whose collective is within 1 % of the fastest: nothing runs beside it."""
-        times = [float(self.model.fused_us(tokens, ctas)) for ctas in self.model.ctas]
-        return next(ctas for ctas, us in zip(self.model.ctas, times, strict=True) if us <= 1.01 * min(times))
 
     def _best_woven(self, batch: Batch) -> _Woven | None:
         """The best cut and CTAs. None for a single row.
