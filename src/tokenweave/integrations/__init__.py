@@ -1,0 +1,1 @@
+"""TokenWeave inside other engines: one folder each, imported by that engine alone."""

@@ -1,0 +1,31 @@
+"""vLLM 0.29 to 0.33: as 0.26, but for when graphs can be made."""
+
+from __future__ import annotations
+
+from tokenweave.integrations.vllm.compat.v0_26 import (
+    activate,
+    cut_metadata,
+    experts_problem,
+    flash_version,
+    forward_context,
+    metadata_problem,
+    normalise_queries_keys,
+    partial_experts,
+    rotate,
+)
+
+__all__ = [
+    "CAPTURES_AT_START",
+    "activate",
+    "cut_metadata",
+    "experts_problem",
+    "flash_version",
+    "forward_context",
+    "metadata_problem",
+    "normalise_queries_keys",
+    "partial_experts",
+    "rotate",
+]
+
+CAPTURES_AT_START = False
+"""These versions also capture on a cache that is thrown away, to measure memory: graphs are made when first needed."""

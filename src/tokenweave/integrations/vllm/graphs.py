@@ -1,0 +1,209 @@
+"""Planned steps as private CUDA graphs: one a size and plan, replayed with what vLLM's runner writes into its buffers.
+
+vLLM's own graphs are left alone: a replay of theirs runs no Python, so that neither planner nor veto could act in it. Ours
+are made for steps that stock vLLM launches kernel by kernel. A graph reads the runner's persistent buffers (token ids,
+positions, request starts, lengths, block table, cache slots) and computes at its head what the splits need of them, so
+that a replay refreshes itself. All have room for :data:`REQUESTS` requests; those that a step does not have are empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tokenweave.integrations.vllm.cut import Tables
+from tokenweave.planning import Plan
+
+if TYPE_CHECKING:
+    from tokenweave.integrations.vllm.runtime import Cut, Runtime
+
+log = logging.getLogger("vllm.tokenweave")
+
+TILE = 128  # rows: GEMMs compute a multiple of it anyway
+MAX_ROWS = 8192  # of a captured step: above, the host keeps up with the GPU
+REQUESTS = 992  # FlashAttention-3 schedules so many on the device
+MAX_GRAPHS = 96
+LAYERS_AT_START = 1600  # layers of all graphs that are made at the start, at about 5 ms each
+
+Key = tuple[object, ...]
+
+
+@dataclass
+class _Graph:
+    cut: Cut
+    addresses: tuple[int, ...]
+    uses: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class Graphs:
+    """The private graphs of one rank.
+
+    Args:
+        runtime: whose steps they are.
+        least_rows: of a step that gets one.
+    """
+
+    def __init__(self, runtime: Runtime, least_rows: int) -> None:
+        self._runtime = runtime
+        self.least_rows = least_rows
+        self.requests = min(runtime.max_requests, REQUESTS)
+        self._graphs: dict[Key, _Graph] = {}
+        self._stream = torch.cuda.Stream(runtime.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return sum(graph.graph is not None for graph in self._graphs.values())
+
+    def rows_of(self, rows: int) -> int | None:
+        """Rows of the graph for a step of ``rows``, or None where there is none."""
+        if rows < self.least_rows or rows > MAX_ROWS:
+            return None
+        return min(-(-rows // TILE) * TILE, self._runtime.max_rows)
+
+    def find(self, cut: Cut, capacity: int, requests: int) -> _Graph | None:
+        """The graph of a step, or what will become one: its first use runs as stock, its second eagerly in the graph's
+        shape, its third is captured. None: this step cannot have one."""
+        if requests > self.requests:
+            return None
+        tables = cut.tables.grown(capacity, self.requests)
+        addresses = (*tables.addresses(), *self._runtime.addresses())
+        key = _key(capacity, cut.plan)
+        found = self._graphs.get(key)
+        if found is not None and found.addresses != addresses:
+            log.warning("TokenWeave: vLLM moved its cache or weights: graphs are made anew")
+            self.drop()
+            found = None
+        if found is None:
+            if len(self._graphs) >= MAX_GRAPHS:
+                return None
+            found = self._graphs[key] = self._new(cut.plan, tables, capacity, addresses)
+        return found
+
+    def run(self, found: _Graph, metadata: Any) -> bool:
+        """Runs a found step on the runner's buffers; whether it was a replay.
+
+        Args:
+            metadata: of this step; a pattern for the splits' if something is still to be launched.
+        """
+        if found.graph is None:
+            found.cut = dataclasses.replace(found.cut, tables=dataclasses.replace(found.cut.tables, metadata=metadata))
+            if found.uses < 2:
+                self._eagerly(found)
+                return False
+            self._capture(found)
+        assert found.graph is not None
+        found.graph.replay()
+        return True
+
+    def make_at_start(self, tables: Tables, layers: int) -> None:
+        """Makes the graphs of the sizes that matter most; every rank calls it, on the runner's buffers.
+
+        Args:
+            tables: of any dummy step; their contents are overwritten and restored.
+        """
+        began, runtime = time.perf_counter(), self._runtime
+        count = max(4, LAYERS_AT_START // max(layers, 1))
+        wanted = sorted(
+            self._by_importance()[:count], reverse=True
+        )  # large ones first: small ones fit into their memory
+        with _kept(tables.grown(min(MAX_ROWS, runtime.max_rows), self.requests)):
+            for capacity in wanted:
+                plan = runtime.plan([], capacity)
+                if plan is None:
+                    continue
+                grown = tables.grown(capacity, self.requests)
+                found = self._new(plan, grown, capacity, (*grown.addresses(), *runtime.addresses()))
+                _fill(grown, capacity, runtime.max_length)
+                self._eagerly(found)
+                self._capture(found)
+                self._graphs[_key(capacity, plan)] = found
+        torch.cuda.synchronize(runtime.device)
+        if runtime.steps.first_rank:
+            log.info("TokenWeave: %d step graphs made in %.1f s", len(self), time.perf_counter() - began)
+
+    def drop(self) -> None:
+        """Drops all graphs and their memory, once the GPU is done with them."""
+        torch.cuda.synchronize(self._runtime.device)
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _by_importance(self) -> list[int]:
+        """Sizes of graphs: full steps, then powers of two and what lies between, then the rest."""
+        most = min(MAX_ROWS, self._runtime.max_rows)
+        least = -(-self.least_rows // TILE) * TILE
+        sizes = [most]
+        for unit in (2048, 1024, 512, 256, TILE):
+            sizes += [size for size in range(unit, most + 1, unit) if size >= least and size not in sizes]
+        return sizes
+
+    def _new(self, plan: Plan, tables: Tables, capacity: int, addresses: tuple[int, ...]) -> _Graph:
+        from tokenweave.integrations.vllm.runtime import Cut
+
+        cut = Cut(plan, capacity, tables, longest_query=capacity, longest_sequence=self._runtime.max_length)
+        return _Graph(cut, addresses)
+
+    def _walk(self, found: _Graph) -> None:
+        self._runtime.walk(found.cut, found.cut.tables.query_start_loc[-1:])
+
+    def _eagerly(self, found: _Graph) -> None:
+        """On the stream that captures, so that kernels, libraries and their scratch memory are there."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._walk(found)
+        current.wait_stream(self._stream)
+
+    def _capture(self, found: _Graph) -> None:
+        gc.collect()  # what a collection destroys while a stream captures could break the capture
+        torch.cuda.synchronize(self._runtime.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # thread_local: other threads of the worker copy results and ask for events meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._walk(found)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it is broken already; the first error says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        found.graph = graph
+
+
+def _key(capacity: int, plan: Plan) -> Key:
+    return capacity, plan.mode, plan.split, plan.ctas, plan.cluster, tuple(sorted(plan.gemm_sms.items()))
+
+
+@contextlib.contextmanager
+def _kept(tables: Tables) -> Iterator[None]:
+    """The buffers end as they were."""
+    buffers = (tables.positions, tables.query_start_loc, tables.seq_lens, tables.slots)
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, before, strict=True):
+            buffer.copy_(values)
+
+
+def _fill(tables: Tables, rows: int, max_length: int) -> None:
+    """A dummy step of as few requests as fill it. It writes no key or value: all slots are -1."""
+    lengths = [min(max_length, rows - first) for first in range(0, rows, max_length)]
+    count = min(len(lengths), tables.seq_lens.shape[0])
+    ends = torch.tensor(lengths[:count]).cumsum(0).to(tables.query_start_loc)
+    tables.query_start_loc.fill_(int(ends[-1]))
+    tables.query_start_loc[0] = 0
+    tables.query_start_loc[1 : count + 1] = ends
+    tables.seq_lens.zero_()
+    tables.seq_lens[:count] = torch.tensor(lengths[:count]).to(tables.seq_lens)
+    tables.positions.zero_()
+    tables.slots.fill_(-1)

@@ -1,0 +1,72 @@
+"""What ran, and why it ran so: counted in every rank, written to vLLM's log by the first one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.planning import Mode
+
+log = logging.getLogger("vllm.tokenweave")
+
+INTERVAL = 60.0  # seconds between two lines
+
+QUIET = {Reason.SMALL, Reason.DUMMY, Reason.PLANNER, Reason.NEW_BUCKET, Reason.EAGER_SLOWER}
+"""Reasons that every healthy server has all the time: counted, said at debug level."""
+
+
+class Steps:
+    """Counters of one rank.
+
+    Attributes:
+        modes: steps that TokenWeave ran, by mode.
+        reasons: steps that ran as stock (or, for PREFIX_HAZARD, uncut), by reason.
+        rows: of the steps by mode.
+        graphs: steps of ``modes`` that were replayed as a graph.
+    """
+
+    def __init__(self, *, first_rank: bool = True) -> None:
+        self.modes: Counter[Mode] = Counter()
+        self.rows: Counter[Mode] = Counter()
+        self.reasons: Counter[Reason] = Counter()
+        self.graphs = 0
+        self.first_rank = first_rank
+        self._said: set[Reason] = set()
+        self._last, self._written = time.monotonic(), ""
+
+    def ran(self, mode: Mode, rows: int, *, graph: bool = False) -> None:
+        """A step of TokenWeave's."""
+        self.modes[mode] += 1
+        self.rows[mode] += rows
+        self.graphs += graph
+        self._maybe_write()
+
+    def count(self, reason: Reason, detail: str = "") -> None:
+        """A step that falls back; the reason's first is said."""
+        self.reasons[reason] += 1
+        self.say(reason, detail)
+        self._maybe_write()
+
+    def say(self, reason: Reason, detail: str = "", *, warn: bool = False) -> None:
+        """Once a reason."""
+        if reason in self._said or not self.first_rank:
+            return
+        self._said.add(reason)
+        level = logging.WARNING if warn else logging.DEBUG if reason in QUIET else logging.INFO
+        log.log(level, "TokenWeave: stock vLLM runs (%s): %s%s", reason, reason.value, f": {detail}" if detail else "")
+
+    def line(self) -> str:
+        """All counters, for a log."""
+        ran = ", ".join(f"{mode} {self.modes[mode]} steps / {self.rows[mode]} tokens" for mode in self.modes) or "none"
+        stock = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items())) or "none"
+        return f"steps by mode: {ran} ({self.graphs} as graphs); as stock, by reason: {stock}"
+
+    def _maybe_write(self) -> None:
+        now = time.monotonic()
+        if self.first_rank and now - self._last >= INTERVAL:
+            self._last = now
+            if (line := self.line()) != self._written:
+                self._written = line
+                log.info("TokenWeave: %s", line)

@@ -1,0 +1,318 @@
+"""One rank's TokenWeave inside vLLM: its buffers, its plans, and how a planned step runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tokenweave.collective import Workspace
+from tokenweave.engine.collectives import check, collective_of
+from tokenweave.integrations.vllm.cut import Tables, split_tables
+from tokenweave.integrations.vllm.graphs import TILE, Graphs
+from tokenweave.integrations.vllm.metrics import Steps
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.integrations.vllm.requests import Requests, Rows
+from tokenweave.integrations.vllm.walk import Inputs, attentions, stages_of
+from tokenweave.models.config import ModelConfig
+from tokenweave.overlap import CpuThread, CudaStream, Inline, Overlap
+from tokenweave.planning import Mode, Plan, Planner, asked_mode
+from tokenweave.stages import Split, Stage
+from tokenweave.weave import run_stages
+
+log = logging.getLogger("vllm.tokenweave")
+
+EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A planned step, before anything of it runs.
+
+    Attributes:
+        plan: fused or woven.
+        rows: real ones.
+        tables: of the step.
+        longest_query, longest_sequence: of any request, or more.
+    """
+
+    plan: Plan
+    rows: int
+    tables: Tables
+    longest_query: int
+    longest_sequence: int
+
+
+class Planned(dict[str, Any]):
+    """vLLM's attention metadata by layer, and the step that was planned on it."""
+
+    def __init__(self, metadata: dict[str, Any], step: Step) -> None:
+        super().__init__(metadata)
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Step:
+    """``graph``: what runs it, or None where it runs launch by launch."""
+
+    cut: Cut
+    graph: Any = None
+
+
+class Runtime:
+    """Buffers and plans of one model on one rank. Every rank of the tensor-parallel group creates it.
+
+    Args:
+        model: vLLM's inner model (``LlamaModel`` or alike).
+        numbers: of it, for the planner.
+        vllm_config: of the engine.
+        compat: the version's compatibility module.
+        group: the tensor-parallel group.
+        device: of this rank. dtype: of the rows.
+
+    Attributes:
+        off: why everything runs as stock from now on, or None.
+        mode: of all steps; None: the planner chooses.
+        steps: counts them.
+        requests: that are live.
+        graphs: of this rank; None where steps run launch by launch.
+
+    Raises:
+        CollectiveError: no workspace can be had.
+        RequestError, ModelError: the planner does not know the GPU, the mode or such a model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        numbers: ModelConfig,
+        vllm_config: Any,
+        compat: ModuleType,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model, self.vllm_config, self.compat, self.device = model, vllm_config, compat, device
+        self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_requests = vllm_config.scheduler_config.max_num_seqs
+        self.max_length = vllm_config.model_config.max_model_len
+        self.off: Reason | None = None
+        self.steps = Steps()
+        self.requests = Requests()
+        self.mode = asked_mode()
+        self.workspace = Workspace(
+            group,
+            max_tokens=self.max_rows,
+            hidden=numbers.hidden,
+            dtype=dtype,
+            device=device,
+            channels=1,
+            regions=1,
+            staging=False,
+        )
+        self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=dtype, device=device)
+        gpu = "cpu" if device.type == "cpu" else None
+        self.planner = Planner(numbers, gpu, self.workspace.world_size, self.workspace.transport, self.mode or "auto")
+        # bf16 arithmetic is what the planner knows: of other weights it is only asked whether fusing pays.
+        self.plain = vllm_config.quant_config is None
+        self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
+        self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
+        self._inline = Inline()
+        self._plans: dict[tuple[int, bool, Mode | None], Plan] = {}
+        self._made_graphs = False
+
+    @functools.cached_property
+    def stages(self) -> list[Stage]:
+        """Of the model; asked for when its weights are loaded and processed."""
+        return stages_of(self.model, self.compat)
+
+    @functools.cached_property
+    def layer_names(self) -> list[str]:
+        """vLLM's names of the attention layers, in order."""
+        return [layer.layer_name for layer in attentions(self.model)]
+
+    @functools.cached_property
+    def needs_clean_padding(self) -> bool:
+        """Whether rows of padding must be finite, because rows meet: in a router's kernel, in a scale of all rows."""
+        return not self.plain or hasattr(self.model.layers[0], "block_sparse_moe")
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of what a graph reads besides the runner's buffers, as far as vLLM may move it."""
+        first, last = self.model.layers[0], self.model.layers[-1]
+        return (
+            first.self_attn.attn.kv_cache.data_ptr(),
+            last.self_attn.attn.kv_cache.data_ptr(),
+            first.input_layernorm.weight.data_ptr(),
+            last.input_layernorm.weight.data_ptr(),
+        )
+
+    def turn_off(self, reason: Reason, detail: str = "") -> None:
+        """All further steps run as stock; said once."""
+        if self.off is None:
+            self.off = reason
+            self.steps.say(reason, detail, warn=True)
+
+    def use(self, mode: Mode | str | None) -> None:
+        """Sets the mode of all further steps, on every rank at the same step: ``"auto"``, a mode, or None for auto."""
+        self.mode = None if mode is None else asked_mode(mode)
+
+    def plan(self, step: Sequence[Rows], capacity: int) -> Plan | None:
+        """Fused, woven, or None where stock is expected to be as fast.
+
+        Args:
+            step: its requests' rows, in order.
+            capacity: rows that will be computed, of which the last may be padding.
+        """
+        plan = self._plan_of(capacity, allow_woven=True)
+        if plan.split is not None and self.requests.hazard(step, plan.split):
+            self.steps.count(Reason.PREFIX_HAZARD)
+            plan = self._plan_of(capacity, allow_woven=False)
+        return None if plan.mode is Mode.SEQUENTIAL else plan
+
+    def prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
+        """Plans a step that stock vLLM would launch kernel by kernel; None, with the reason counted, if stock runs it."""
+        if problem := self.compat.metadata_problem(tables.metadata, next(attentions(self.model))):
+            self.turn_off(Reason.ATTENTION_BACKEND, problem)
+            return None
+        rows = sum(request.tokens for request in step)
+        capacity = None if self.graphs is None else self.graphs.rows_of(rows)
+        plan = self.plan(step, capacity or rows)
+        if plan is None or (plan.split is not None and plan.split >= rows):
+            self.steps.count(Reason.PLANNER)
+            return None
+        longest = max(request.context + request.tokens for request in step)
+        cut = Cut(plan, rows, tables, max(request.tokens for request in step), longest)
+        found = None if self.graphs is None or capacity is None else self.graphs.find(cut, capacity, len(step))
+        if found is not None:
+            found.uses += 1
+            if found.graph is None and found.uses < 2:
+                self.steps.count(Reason.NEW_BUCKET)
+                return None
+            return Step(cut, found)
+        if self.device.type == "cuda" and rows < EAGER_ROWS:
+            self.steps.count(Reason.EAGER_SLOWER)
+            return None
+        return Step(cut)
+
+    def forward(self, metadata: Any, inputs_embeds: torch.Tensor | None) -> torch.Tensor | None:
+        """Runs the planned step of this forward pass, if there is one.
+
+        Returns:
+            [rows, hidden], the final norm of all rows, in the workspace: valid until the next step begins. None: stock.
+        """
+        if not isinstance(metadata, Planned) or self.off is not None:
+            return None
+        if inputs_embeds is not None:
+            self.steps.count(Reason.INPUT_EMBEDS)
+            return None
+        step = metadata.step
+        try:
+            check(self.workspace)
+            replayed = False
+            if step.graph is None or self.graphs is None:
+                self.walk(step.cut)
+            else:
+                replayed = self.graphs.run(step.graph, step.cut.tables.metadata)
+        except Exception as error:  # whatever it is: keys and values are written again, and vLLM goes on
+            log.exception("TokenWeave: a step failed")
+            self.turn_off(Reason.ERROR, str(error))
+            return None
+        self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=replayed)
+        return self.workspace.buffer(step.cut.rows)
+
+    def capture_at_start(self, tables: Tables) -> None:
+        """Makes graphs once the cache is there; called on every rank, as often as vLLM captures graphs of its own."""
+        if self.graphs is None or self._made_graphs or self.off is not None:
+            return
+        self._made_graphs = True
+        failed = None
+        try:
+            if (version := self.compat.flash_version(next(attentions(self.model)))) != 3:
+                log.info(
+                    "TokenWeave: FlashAttention %d: steps run launch by launch, from %d rows on", version, EAGER_ROWS
+                )
+                self.graphs = None
+                return
+            with torch.inference_mode():
+                self.graphs.make_at_start(tables, len(self.model.layers))
+        except Exception as error:
+            log.exception("TokenWeave: graphs could not be made")
+            failed = error
+        if self._anywhere(failed is not None):
+            if self.graphs is not None:
+                self.graphs.drop()
+            self.turn_off(Reason.ERROR, str(failed or "on another rank"))
+
+    @torch.inference_mode()
+    def walk(self, cut: Cut, row_count: torch.Tensor | None = None) -> None:
+        """All launches of a step, on the current stream and the overlap's.
+
+        Args:
+            row_count: int32 [1], the rows of the whole step that are real; None if all are.
+        """
+        rows = cut.tables.token_ids.shape[0]
+        edges = [0, rows] if cut.plan.split is None else [0, cut.plan.split, rows]
+        splits = [
+            self._split(cut, start, stop, name, row_count if stop == rows else None)
+            for start, stop, name in zip(edges, edges[1:], ("prefix", "suffix"), strict=False)
+        ]
+        overlap = self._overlap if len(splits) > 1 else self._inline
+        collective = collective_of(cut.plan, rows, self.workspace)
+        run_stages(self.stages, splits, collective, self.workspace, overlap)
+
+    def close(self) -> None:
+        """Gives the buffers back."""
+        self._overlap.close()
+        self.workspace.close()
+
+    def _split(self, cut: Cut, start: int, stop: int, name: str, row_count: torch.Tensor | None) -> Split:
+        tables, tokens, whole = cut.tables, stop - start, cut.tables.token_ids.shape[0]
+        starts, lengths = split_tables(tables.query_start_loc, tables.seq_lens, start, None if stop == whole else stop)
+        metadata = self.compat.cut_metadata(
+            tables.metadata,
+            tokens=tokens,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            block_table=tables.block_table,
+            slot_mapping=tables.slots[start:stop],
+            max_query_len=min(tokens, cut.longest_query),
+            max_seq_len=cut.longest_sequence,
+        )
+        context = self.compat.forward_context(self.vllm_config, self.layer_names, metadata, tables.slots[start:stop])
+        real = padding = None
+        if row_count is not None:
+            real = (row_count - start).clamp_(min=0)
+            if self.needs_clean_padding:
+                last = torch.arange(max(0, tokens - TILE), tokens, device=self.device, dtype=torch.int32)
+                padding = (last >= real).unsqueeze(1)
+        gemm_sms = {gemm: sms for (gemm, split), sms in cut.plan.gemm_sms.items() if split == name}
+        inputs = Inputs(tables.token_ids[start:stop], tables.positions[start:stop], context, gemm_sms, padding)
+        return Split(start, tokens, inputs, self.residual[start:stop], row_count=real)
+
+    def _plan_of(self, rows: int, *, allow_woven: bool) -> Plan:
+        key = rows, allow_woven and (self.plain or self.mode is not None), self.mode
+        if key not in self._plans:
+            self._plans[key] = self.planner.plan(rows, mode=self.mode or "auto", allow_woven=key[1])
+        return self._plans[key]
+
+    def _may_capture(self) -> bool:
+        from vllm.config import CUDAGraphMode
+
+        config = self.vllm_config
+        return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+
+    def _least_rows(self) -> int:
+        """One more than the largest step that vLLM replays as a graph of its own."""
+        return (self.vllm_config.compilation_config.max_cudagraph_capture_size or 0) + 1
+
+    def _anywhere(self, true: bool) -> bool:
+        """Whether it is true on any rank."""
+        anywhere = torch.tensor([true], dtype=torch.int32, device=self.device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.workspace.group)
+        return bool(anywhere)

@@ -1,0 +1,82 @@
+"""From a model that vLLM has just built to a :class:`Runtime`, or to a line in the log that says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tokenweave.errors import TokenWeaveError
+from tokenweave.integrations.vllm import switch
+from tokenweave.integrations.vllm.checks import engine_problem, model_problem
+from tokenweave.integrations.vllm.metrics import Steps
+from tokenweave.integrations.vllm.numbers import model_numbers
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.integrations.vllm.runtime import Runtime
+
+log = logging.getLogger("vllm.tokenweave")
+
+
+def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
+    """A runtime for a ``LlamaForCausalLM`` (or alike), or None where it has to run as stock. Every rank calls it.
+
+    It is called while the model is built, so that vLLM counts the buffers when it sizes its cache.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.platforms import current_platform
+
+    group = get_tp_group()
+    says = Steps(first_rank=group.rank_in_group == 0)
+    platform = "cuda" if current_platform.is_cuda() else "cpu"
+    verdict = switch.current()
+    if verdict.module is None:
+        return None
+    if found := engine_problem(vllm_config, prefix, platform):
+        says.say(*found, warn=found[0] is not Reason.SUBMODEL)
+        return None
+    compat = switch.compat("cpu" if platform == "cpu" else verdict.module)
+    if found := model_problem(model.model, compat):
+        says.say(*found, warn=True)
+        return None
+    began = time.perf_counter()
+    device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    config = vllm_config.model_config
+    try:
+        with _plain_defaults():
+            numbers = model_numbers(config.hf_text_config, type(model).__name__)
+            runtime = Runtime(model.model, numbers, vllm_config, compat, group.device_group, device, config.dtype)
+    except TokenWeaveError as error:  # the workspace's own errors are agreed on by all ranks
+        says.say(Reason.WORKSPACE, str(error), warn=True)
+        return None
+    runtime.steps.first_rank = says.first_rank
+    if platform == "cpu":
+        from tokenweave.integrations.vllm import v1_cpu
+
+        v1_cpu.install()
+    if platform == "cuda" and runtime.workspace.transport == "torch":
+        says.say(Reason.TRANSPORT, runtime.workspace.reason, warn=True)
+        runtime.close()
+        return None
+    if says.first_rank:
+        mode = runtime.mode or "auto"
+        log.info(
+            "TokenWeave: mode %s, %s transport (%s), %d rows; ready in %.1f s",
+            mode, runtime.workspace.transport, runtime.workspace.reason, runtime.max_rows, time.perf_counter() - began,
+        )  # fmt: skip
+    return runtime
+
+
+@contextlib.contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """vLLM builds models with the GPU and the model's dtype as torch's defaults, which our set-up does not expect."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)

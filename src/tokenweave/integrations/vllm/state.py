@@ -1,0 +1,94 @@
+"""vLLM's V2 runner asks its model state to prepare attention for every step: there a step is planned."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tokenweave.integrations.vllm.cut import Tables
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.integrations.vllm.requests import Rows
+from tokenweave.integrations.vllm.runtime import Planned, Runtime
+
+
+@functools.cache
+def state_class(on: bool) -> type:
+    """vLLM's default state, or a subclass of it that plans."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+    if not on:
+        return DefaultModelState
+
+    class TokenWeaveModelState(DefaultModelState):
+        """What it does not know of its methods' arguments it passes through."""
+
+        def add_request(self, req_index: int, new_req_data: Any) -> None:
+            super().add_request(req_index, new_req_data)
+            tokens = new_req_data.prefill_token_ids or new_req_data.prompt_token_ids or []
+            self._runtime.requests.add(new_req_data.req_id, tokens, new_req_data.num_computed_tokens)
+
+        def remove_request(self, req_id: str) -> None:
+            super().remove_request(req_id)
+            self._runtime.requests.remove(req_id)
+
+        def prepare_attn(
+            self,
+            input_batch: Any,
+            cudagraph_mode: Any,
+            block_tables: tuple[torch.Tensor, ...],
+            slot_mappings: torch.Tensor,
+            *args: Any,
+            for_capture: bool = False,
+            **kwargs: Any,
+        ) -> dict[str, Any]:
+            metadata = super().prepare_attn(
+                input_batch, cudagraph_mode, block_tables, slot_mappings, *args, for_capture=for_capture, **kwargs
+            )
+            runtime = self._runtime
+            if runtime.off is not None:
+                return metadata
+            tables = _tables(input_batch, block_tables, slot_mappings, metadata)
+            if for_capture:
+                if tables is not None and runtime.compat.CAPTURES_AT_START:
+                    runtime.capture_at_start(tables)
+                return metadata
+            step = _rows(input_batch)
+            try:
+                if not all(runtime.requests.known(rows.request) for rows in step):
+                    runtime.steps.count(Reason.DUMMY)
+                elif cudagraph_mode != CUDAGraphMode.NONE:
+                    runtime.steps.count(Reason.SMALL)
+                elif tables is None:
+                    runtime.steps.count(Reason.CACHE_GROUPS)
+                elif (planned := runtime.prepare(step, tables)) is not None:
+                    return Planned(metadata, planned)
+            finally:
+                runtime.requests.planned(step)
+            return metadata
+
+        @property
+        def _runtime(self) -> Runtime:
+            return self.model.tokenweave
+
+    return TokenWeaveModelState
+
+
+def _rows(batch: Any) -> list[Rows]:
+    counts, context = batch.num_scheduled_tokens.tolist(), batch.num_computed_tokens_np.tolist()
+    return [Rows(*row) for row in zip(batch.req_ids, counts, context, strict=True)]
+
+
+def _tables(
+    batch: Any, block_tables: tuple[torch.Tensor, ...], slots: torch.Tensor, metadata: dict[str, Any]
+) -> Tables | None:
+    """None where layers have caches of different kinds."""
+    patterns = {id(pattern): pattern for pattern in metadata.values()}
+    if len(block_tables) != 1 or len(patterns) != 1:
+        return None
+    (pattern,) = patterns.values()
+    return Tables(
+        batch.input_ids, batch.positions, batch.query_start_loc, batch.seq_lens, block_tables[0], slots[0], pattern
+    )
