@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from tokenweave.bench import latency
+from tokenweave.bench import latency_profile, latency_sequential, trace
 from tokenweave.bench.latency import MODES, Config, LatencyBench
 from tokenweave.bench.latency_report import finish, text
+from tokenweave.bench.plots import plot_latency
+from tokenweave.bench.trace_events import Span
 from tokenweave.cli import bench_latency
 from tokenweave.cli.main import main
 from tokenweave.models.config import ModelConfig
@@ -63,7 +65,22 @@ class WallClock:
         return (time.perf_counter() - began) * 1e6
 
 
+class _Recorder(trace.Recorder):
+    """A collective is longer on the rank that comes first; compute is beside half of it."""
+
+    def record(self, call, path, ahead=False):
+        call()
+        end = 10.0 + 5 * (1 - dist.get_rank())
+        return [Span("gemm", 0.0, 10.0, 1), Span("twoshot_ring", 5.0, end, 2)]
+
+
 class FixedMonitor:
+    _joules = 0.0
+
+    def joules(self):
+        self._joules += 96.0
+        return self._joules
+
     def sample(self):
         pass
 
@@ -84,7 +101,8 @@ def _bench(path, sweep, sustain):
             "stream": lambda stream: contextlib.nullcontext(),
             "Event": _Event,
         },
-        latency: {"symmetric_rows": lambda *args: None},
+        latency_sequential: {"_symmetric_rows": lambda *args: None, "_fusion": lambda *args: None},
+        latency_profile.trace: {"Recorder": _Recorder},
     }
     with contextlib.ExitStack() as stack:
         for module, names in replaced.items():
@@ -132,9 +150,17 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
         assert row["ms_per_layer"] == row["ms"] / 2
         assert row["host_ms"]["eager"] > 0
         assert row["power_w"] == 500
-        assert row["joules_per_token"] > 0
+        replays = 96 / row["sustained"]["joules"] * 2  # two GPUs
+        assert replays == pytest.approx(round(replays))
+        assert row["joules_per_token"] == row["sustained"]["joules"] / row["tokens"]
+        assert row["profile"]["waiting_ms"] == pytest.approx([0.005, 0])
+        assert row["profile"]["busy_ms"] == pytest.approx(0.015)
+        assert row["profile"]["hidden_ms"] == pytest.approx(0.005)
+        assert (row["shares"] is not None) == (row["mode"] == "sequential")
         if row["mode"] == "sequential":
             assert row["speedup"]["value"] == 1
+            assert row["shares"]["communication"]["value"] < 1
+            assert row["shares"]["rmsnorm"]["low"] <= row["shares"]["rmsnorm"]["high"]
         if row["mode"] == "no_comm":
             assert row["error"] is None
         else:
@@ -147,7 +173,10 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
     assert all(entry["tokens"] in (48, 130) for entry in result["sweep"])
     assert len(result["readme"]["rows"]) == 2
     assert all(len(line) == len(result["readme"]["columns"]) for line in result["readme"]["rows"])
+    plot_latency(result, tmp_path / "out.svg")
+    assert "no_comm / it" in (tmp_path / "out.svg").read_text() or (tmp_path / "out.svg").stat().st_size > 10000
     report = text(result)
+    assert "of the sequential step: communication" in report
     assert "woven" in report
     assert "H200" in report
     assert any("130 tokens" in line for line in lines)
@@ -161,10 +190,12 @@ def test_a_result_without_some_modes_still_becomes_a_table():
         "sm_mhz": None,
         "power_w": None,
         "speedup": None,
+        "variant": "planned",
         "no_comm_ratio": None,
     }
     result = {
         "rows": [row],
+        "sequential": [],
         "config": {"ranks": 2, "model": "m", "layers": 1, "dtype": "bfloat16", "rounds": 20},
         "environment": {
             "gpus": [],

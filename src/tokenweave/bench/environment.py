@@ -95,6 +95,15 @@ class Monitor:
         celsius = self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
         return float(sm), milliwatts / 1e3, float(celsius)
 
+    def joules(self) -> float | None:
+        """That the GPU has taken since its driver was loaded, by its own counter; None where it can't be read."""
+        if self._nvml is None:
+            return None
+        try:
+            return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+        except self._nvml.NVMLError:
+            return None
+
     def take(self) -> dict[str, dict[str, float] | None]:
         """Lowest, median and highest of the samples since the last call."""
         columns = list(zip(*self._samples, strict=True)) or [(), (), ()]

@@ -9,11 +9,12 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from tokenweave.bench.flashinfer_fusion import FlashInferFusion
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.rows import owned_rows, rows_per_rank
@@ -253,72 +254,26 @@ def _torch_symmetric(fixture: Fixture) -> Prepared:
 
 
 def _flashinfer(fixture: Fixture) -> Prepared:
-    comm = importlib.import_module("flashinfer.comm")
     f, e = fixture, fixture.epilogue
-
-    def workspace(tokens: int) -> tuple[Any, Any, Any]:
-        return comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
-            tp_rank=f.rank,
-            tp_size=f.ranks,
-            max_token_num=tokens,
-            hidden_dim=f.hidden,
-            use_fp32_lamport=False,
-            group=f.group,
-            create_metadata=True,
-        )
-
-    # One for each kind: the one-shot kernel goes astray in a workspace whose three inboxes take more than 2 GiB
-    # (0.6.13: wrong rows at 2 ranks, illegal accesses at 4), and the two-shot kernel has to hold the largest batch.
-    of_one_shot = workspace(min(f.max_tokens, max(1, _ONESHOT_BYTES // f.x[:1].nbytes)))
-    of_two_shot = workspace(f.max_tokens)
-
-    def fused(tokens: int, one_shot: bool) -> Callable[[], object]:
-        rows, residual = f.x[:tokens], f.residual[:tokens]
-        _, pointers, metadata = of_one_shot if one_shot else of_two_shot
-        # As vLLM calls it: in place, fp32 sums, programmatic dependent launch. Its kernels read the residual before they
-        # wait for their predecessor, so in a chain of them completion may only be signalled at the end.
-        return lambda: comm.trtllm_allreduce_fusion(
-            allreduce_in=rows,
-            world_size=f.ranks,
-            world_rank=f.rank,
-            token_num=tokens,
-            hidden_dim=f.hidden,
-            workspace_ptrs=pointers,
-            launch_with_pdl=True,
-            trigger_completion_at_end=True,
-            fp32_acc=True,
-            pattern_code=comm.AllReduceFusionPattern.kARResidualRMSNorm,
-            use_oneshot=one_shot,
-            allreduce_out=None,
-            residual_in=residual,
-            residual_out=residual,
-            norm_out=rows,
-            quant_out=None,
-            scale_out=None,
-            rms_gamma=e.weight,
-            rms_eps=e.eps,
-            scale_factor=None,
-            layout_code=None,
-            metadata=metadata,
-        )
+    fusion = FlashInferFusion(f.group, f.max_tokens, f.hidden)
 
     def choices(tokens: int) -> Choices:
+        rows, residual = f.x[:tokens], f.residual[:tokens]
+
+        def fused(one_shot: bool) -> Callable[[], object]:
+            return lambda: fusion.run(rows, residual, residual, e.weight, e.eps, one_shot)
+
         found: Choices = []
         for name, one_shot in (("flashinfer one-shot", True), ("flashinfer two-shot", False)):
-            rows = f.x[:tokens]
             if one_shot and rows.nbytes > _ONESHOT_BYTES:
                 found.append(Skipped(name, f"batch over {_ONESHOT_BYTES >> 20} MiB"))
-            elif not one_shot and tokens <= f.ranks:
+            elif not fusion.takes(tokens, one_shot):
                 found.append(Skipped(name, "it takes more tokens than there are ranks"))
             else:
-                found.append(Implementation(name, "rival", fused(tokens, one_shot), rows, "fused", range(tokens)))
+                found.append(Implementation(name, "rival", fused(one_shot), rows, "fused", range(tokens)))
         return found
 
-    def close() -> None:
-        for handles, _, _ in (of_one_shot, of_two_shot):
-            comm.trtllm_destroy_ipc_workspace_for_all_reduce_fusion(handles, group=f.group)
-
-    return Prepared(choices, close)
+    return Prepared(choices, fusion.close)
 
 
 def _require_flashinfer() -> None:

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
 from tokenweave.bench.latency_measure import final_rows, host_ms, sustained
-from tokenweave.bench.latency_report import finish, row_of
-from tokenweave.bench.latency_sequential import sequential_variants, symmetric_rows
+from tokenweave.bench.latency_profile import profiled
+from tokenweave.bench.latency_report import Measured, finish, rows_of
+from tokenweave.bench.latency_sequential import SequentialSteps
 from tokenweave.bench.latency_steps import PrefillSteps, Variant, norm_alone
 from tokenweave.bench.latency_sweep import swept_fused, swept_woven
 from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank
@@ -43,7 +44,8 @@ class Config:
         model: its name. tokens: of the prompts. modes: some of :data:`MODES`.
         rounds: of paired samples, at least 20. seed: of token ids and of the order of modes.
         sweep: try cuts, thread blocks, clusters and SM budgets for fused and woven, instead of the planner's alone.
-        sustain: seconds of back-to-back replays a mode, for its power; 0 for none.
+        sustain: seconds of back-to-back replays a mode, for power and energy; 0 for none.
+        profile: run every mode once more under torch.profiler, when all times are taken.
         json: written after every size; None for nowhere.
     """
 
@@ -53,7 +55,8 @@ class Config:
     rounds: int = 20
     seed: int = 0
     sweep: bool = False
-    sustain: float = 0.0
+    sustain: float = 1.0
+    profile: bool = True
     json: Path | None = None
 
 
@@ -85,7 +88,8 @@ class LatencyBench:
         self._steps = PrefillSteps(model, most, group, device, config.seed)
         self._workspace = self._steps.workspace
         self._planner = planner(self._workspace.transport)
-        self._symmetric = symmetric_rows(model, most, group, device, say)
+        self._sequential = SequentialSteps(self._steps, model, most, group, device, say)
+        self._chosen: dict[int, dict[str, Variant]] = {}  # tokens -> mode -> its fastest variant
         self._result: dict[str, Any] = {
             "environment": environment,
             "config": {
@@ -112,9 +116,12 @@ class LatencyBench:
                     self._measure(tokens)
                 gc.collect()  # graphs
                 self._write()
+            if self._config.profile:
+                with torch.inference_mode():
+                    self._profile()
         finally:
+            self._sequential.close()
             self._steps.close()
-            self._symmetric = None
         finish(self._result)
         self._write()
         return self._result
@@ -125,7 +132,7 @@ class LatencyBench:
         """What is timed in paired rounds; with ``sweep``, the best candidate of fused and woven."""
         modes, steps, plan = self._config.modes, self._steps, self._planner.plan
         if "sequential" in modes:
-            yield from sequential_variants(steps, self._symmetric, self._group, tokens)
+            yield from self._sequential.variants(tokens)
         if "fused" in modes:
             planned = steps.of_plan("fused", "planned", plan(tokens, mode=Mode.FUSED), tokens)
             yield swept_fused(steps, planned, tokens, self._best) if self._config.sweep else planned
@@ -137,6 +144,8 @@ class LatencyBench:
             yield steps.of_plan("auto", "planned", plan(tokens, mode="auto"), tokens)
         if "no_comm" in modes:
             yield steps.of_collective("no_comm", "norm", None, tokens, norm_alone)
+        if {"sequential", "no_comm"} <= set(modes):
+            yield steps.compute_alone(tokens)  # for the share of the norms
 
     def _best(self, candidates: Sequence[Variant]) -> Variant:
         """The fastest by a few replays, on the slowest rank; all are noted in the result."""
@@ -178,12 +187,11 @@ class LatencyBench:
         clocks = self._monitor.take()
         check(self._workspace)
         times = slowest_rank(samples, self._group, self._device)
-        chosen = _strongest(variants, times)
-        power = {mode: self._sustained(graphs[chosen[mode].key], times[chosen[mode].key]) for mode in chosen}
-        self._result["rows"] += [
-            row_of(tokens, variant, chosen, times, host, errors, clocks, power[mode], self._model.config.layers)
-            for mode, variant in chosen.items()
-        ]
+        chosen = self._chosen[tokens] = _strongest(variants, times)
+        sustained = {mode: self._sustained(graphs[v.key], times[v.key]) for mode, v in chosen.items()}
+        layers = self._model.config.layers
+        measured = Measured(tokens, layers, chosen, times, host, errors, clocks, sustained)
+        self._result["rows"] += rows_of(measured)
         self._result["sequential"] += [
             {"tokens": tokens, "variant": v.name, "ms": median_estimate(times[v.key]).value / 1e3}
             for v in variants
@@ -192,6 +200,14 @@ class LatencyBench:
         graphs.clear()
         text = ", ".join(f"{mode} {median_estimate(times[v.key]).value / 1e3:.3f}" for mode, v in chosen.items())
         self._say(f"{tokens} tokens: {text} ms ({time.monotonic() - began:.1f} s)")
+
+    def _profile(self) -> None:
+        """Adds to the rows what torch.profiler sees. Last of all: graphs run slower once it has been on."""
+        began = time.monotonic()
+        found = profiled(self._chosen, self._captured, self._group, self._device)
+        for row in self._result["rows"]:
+            row["profile"] = found[row["tokens"]][row["mode"]]
+        self._say(f"profiled ({time.monotonic() - began:.1f} s)")
 
     def _captured(self, variant: Variant) -> torch.cuda.CUDAGraph:
         """Runs once on the stream that captures: libraries set themselves up there, and kernels are compiled."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
-from tokenweave.bench.latency_steps import Variant
+from tokenweave.bench.latency_steps import BOUNDS, Variant
 
 _HOST_SAMPLES = 5
 # Of final rows against sequential's, in the Euclidean norm: bf16 with sums in another order drifts by some percent over
@@ -42,7 +42,7 @@ def final_rows(variants: Sequence[Variant]) -> tuple[dict[str, float | None], di
 
     Returns:
         key -> relative difference of the final row to that of the first sequential variant, on this rank (None for
-        no_comm, and without a sequential variant); and, of rows that are not finite or differ by more than rounding,
+        the bounds, and without a sequential variant); and, of rows that are not finite or differ by more than rounding,
         key -> what is wrong.
     """
     rows = {variant.key: variant.walk().float() for variant in variants}
@@ -54,7 +54,7 @@ def final_rows(variants: Sequence[Variant]) -> tuple[dict[str, float | None], di
         got, error = rows[variant.key], None
         if not bool(torch.isfinite(got).all()):
             wrong[variant.key] = "not finite"
-        elif reference is not None and variant.mode != "no_comm":
+        elif reference is not None and variant.mode not in BOUNDS:
             error = float((got - reference).norm() / reference.norm())
             if error > _TOLERANCE:
                 wrong[variant.key] = f"{error:.3f} away from sequential's"
@@ -65,27 +65,43 @@ def final_rows(variants: Sequence[Variant]) -> tuple[dict[str, float | None], di
 def sustained(
     graph: torch.cuda.CUDAGraph, us: float, seconds: float, group: dist.ProcessGroup, monitor: Monitor
 ) -> dict[str, Any]:
-    """Power and clocks over the second half of back-to-back replays, and a replay's mean time.
+    """Time, power, clocks and energy of back-to-back replays, after a first quarter that warms the GPU up.
 
     Args:
-        us: about what a replay takes. seconds: of replays.
+        us: about what a replay takes. seconds: of replays, the first quarter included.
+
+    Returns:
+        ``ms`` of a replay; ``joules`` of one, of all ranks' GPUs together, by their own counters (None where one has no
+        counter that can be read); and the monitor's samples.
     """
-    replays = max(8, math.ceil(seconds * 1e6 / us))
+    replays = max(8, math.ceil(0.75 * seconds * 1e6 / us))
+    _replayed(graph, max(2, replays // 3), lambda: None)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
     dist.barrier(group)
+    torch.cuda.synchronize()
     monitor.take()
+    before = monitor.joules()
     start.record()
+    _replayed(graph, replays, monitor.sample)
+    end.record()
+    torch.cuda.synchronize()
+    after = monitor.joules()
+    mine = None if before is None or after is None else (after - before) / replays
+    every: list[float | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    known = [joules for joules in every if joules is not None]
+    total = sum(known) if len(known) == len(every) else None
+    return {"ms": start.elapsed_time(end) / replays, "joules": total, **monitor.take()}
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, replays: int, sample: Callable[[], None]) -> None:
+    """Replays, a few of them ahead of the GPU, so that a sample is of what runs now; sampled 16 times."""
     ends: list[torch.cuda.Event] = []
     for index in range(replays):
         graph.replay()
         if index % max(1, replays // 16) == 0:
             if len(ends) > 1:
-                ends[-2].synchronize()  # so that a sample is of what runs now
+                ends[-2].synchronize()
+                sample()
             ends.append(torch.cuda.Event())
             ends[-1].record()
-            if index > replays // 2:
-                monitor.sample()
-    end.record()
-    torch.cuda.synchronize()
-    return {"ms": start.elapsed_time(end) / replays, **monitor.take()}

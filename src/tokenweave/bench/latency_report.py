@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenweave.bench.environment import machine_line
@@ -11,45 +12,76 @@ from tokenweave.bench.timing import Estimate, median_estimate, ratio_estimate
 from tokenweave.planning import Plan
 
 
-def row_of(
-    tokens: int,
-    variant: Variant,
-    chosen: dict[str, Variant],
-    times: dict[str, list[float]],
-    host: dict[str, dict[str, float]],
-    errors: dict[str, float | None],
-    clocks: dict[str, Any],
-    sustained: dict[str, Any] | None,
-    layers: int,
-) -> dict[str, Any]:
-    mine = times[variant.key]
+@dataclass(frozen=True)
+class Measured:
+    """What was measured at one number of tokens.
+
+    Attributes:
+        chosen: mode -> its fastest variant.
+        times: variant's key -> us of all rounds, on the slowest rank. host, errors: by the same keys.
+        clocks: during the rounds. sustained: mode -> as :func:`tokenweave.bench.latency_measure.sustained`, or None.
+    """
+
+    tokens: int
+    layers: int
+    chosen: Mapping[str, Variant]
+    times: Mapping[str, Sequence[float]]
+    host: Mapping[str, dict[str, float]]
+    errors: Mapping[str, float | None]
+    clocks: dict[str, Any]
+    sustained: Mapping[str, dict[str, Any] | None]
+
+    def of(self, mode: str) -> Sequence[float]:
+        """The times of a mode's variant."""
+        return self.times[self.chosen[mode].key]
+
+
+def rows_of(measured: Measured) -> list[dict[str, Any]]:
+    """A row a mode; "compute" is in the sequential one's shares alone."""
+    rows = [_row(measured, mode) for mode in measured.chosen if mode != "compute"]
+    for row in rows:
+        row["shares"] = _shares(measured) if row["mode"] == "sequential" else None
+    return rows
+
+
+def _row(measured: Measured, mode: str) -> dict[str, Any]:
+    variant, mine, sustained = measured.chosen[mode], measured.of(mode), measured.sustained[mode]
     step = median_estimate(mine)
 
-    def against(mode: str) -> dict[str, float] | None:
-        """How often this mode fits into ``mode``'s time, with its 95 % interval."""
-        if mode not in chosen:
-            return None
-        return _plain(ratio_estimate(times[chosen[mode].key], mine))
+    def against(other: str) -> dict[str, float] | None:
+        """How often this mode fits into ``other``'s time, with its 95 % interval."""
+        return _plain(ratio_estimate(measured.of(other), mine)) if other in measured.chosen else None
 
-    draw = (sustained or clocks)["power_w"]
-    speed = (sustained or clocks)["sm_mhz"]
+    draw, speed = ((sustained or measured.clocks)[name] for name in ("power_w", "sm_mhz"))
+    joules = None if sustained is None else sustained["joules"]
     return {
-        "tokens": tokens,
-        "mode": variant.mode,
+        "tokens": measured.tokens,
+        "mode": mode,
         "variant": variant.name,
         "ms": step.value / 1e3,
         "ms_low": step.low / 1e3,
         "ms_high": step.high / 1e3,
-        "ms_per_layer": step.value / 1e3 / layers,
+        "ms_per_layer": step.value / 1e3 / measured.layers,
         "speedup": against("sequential"),
         "no_comm_ratio": against("no_comm"),
         "plan": None if variant.plan is None else plan_json(variant.plan),
-        "host_ms": host[variant.key],
-        "error": errors[variant.key],
+        "host_ms": measured.host[variant.key],
+        "error": measured.errors[variant.key],
         "power_w": draw and draw["median"],
         "sm_mhz": speed and speed["median"],
         "sustained": sustained,
-        "joules_per_token": draw["median"] * sustained["ms"] / 1e3 / tokens if sustained and draw else None,
+        "joules_per_token": None if joules is None else joules / measured.tokens,
+    }
+
+
+def _shares(measured: Measured) -> dict[str, dict[str, float]] | None:
+    """Of the sequential step, what goes when collectives do, and then what goes when norms do; in the same rounds."""
+    if not {"sequential", "no_comm", "compute"} <= measured.chosen.keys():
+        return None
+    rounds = list(zip(measured.of("sequential"), measured.of("no_comm"), measured.of("compute"), strict=True))
+    return {
+        "communication": _plain(median_estimate([1 - bare / whole for whole, bare, _ in rounds])),
+        "rmsnorm": _plain(median_estimate([(bare - compute) / whole for whole, bare, compute in rounds])),
     }
 
 
@@ -98,7 +130,8 @@ def finish(result: dict[str, Any]) -> None:
         "columns": ["tokens", *heads],
         "rows": cells,
         "note": f"Medians of {settings['rounds']} paired rounds of CUDA-graph replays, the slowest rank's time, with 95 % "
-        "intervals of the ratios. sequential is the fastest of NCCL and torch's symmetric-memory all-reduces, each with "
+        "intervals of the ratios. sequential is the fastest of "
+        f"{', '.join(dict.fromkeys(entry['variant'] for entry in result['sequential'])) or 'none'}, each with "
         "a fused add-RMSNorm; no_comm removes the collectives and nothing else.",
     }
 
@@ -110,29 +143,47 @@ def _span(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def text(result: dict[str, Any]) -> str:
-    """A line a size and mode."""
+    """A line a size and mode, and what was found of each sequential step."""
     settings = result["config"]
     lines = [
         result.get("machine", ""),
         f"{settings['model']}, {settings['layers']} layers, {settings['ranks']} ranks, {settings['dtype']}, "
         f"transport {settings['transport']}",
         f"{'tokens':>6} {'mode':10} {'ms':>9} {'ms/layer':>9} {'vs sequential':>22} {'no_comm / it':>22} "
-        f"{'host eager/graph':>17} {'W':>5} {'MHz':>5}  variant",
+        f"{'host eager/graph':>17} {'busy':>5} {'hidden':>6} {'waits':>6} {'W':>5} {'MHz':>5} {'mJ/tok':>7}  variant",
     ]
+    lines += [_line(row) for row in result["rows"]]
     for row in result["rows"]:
-        ratios = [
-            "-" if ratio is None else f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-            for ratio in (row["speedup"], row["no_comm_ratio"])
-        ]
-        variant = row["variant"]
-        if row["plan"] is not None and variant == "planned":
-            plan = row["plan"]
-            left = sorted(set(plan["gemm_sms"].values()))
-            variant += f": {plan['mode']} cut {plan['split']} ctas {plan['ctas']} cluster {plan['cluster']} sms {left}"
-        lines.append(
-            f"{row['tokens']:>6} {row['mode']:10} {row['ms']:>9.3f} {row['ms_per_layer']:>9.4f} {ratios[0]:>22} "
-            f"{ratios[1]:>22} {row['host_ms']['eager']:>9.2f}/{row['host_ms']['graph']:.3f} "
-            f"{row['power_w'] or 0:>5.0f} {row['sm_mhz'] or 0:>5.0f}  {variant}"
-        )
+        if row.get("shares"):
+            shares = ", ".join(
+                f"{name} {100 * share['value']:.1f} % [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
+                for name, share in row["shares"].items()
+            )
+            lines.append(f"{row['tokens']:>6} of the sequential step: {shares}")
     lines += [f"WRONG: {wrong}" for wrong in result["wrong"]]
     return "\n".join(line for line in lines if line)
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratios = [
+        "-" if ratio is None else f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+        for ratio in (row["speedup"], row["no_comm_ratio"])
+    ]
+    variant = row["variant"]
+    if row["plan"] is not None and variant == "planned":
+        plan = row["plan"]
+        left = sorted(set(plan["gemm_sms"].values()))
+        variant += f": {plan['mode']} cut {plan['split']} ctas {plan['ctas']} cluster {plan['cluster']} sms {left}"
+    traced = ["-"] * 3
+    if (profile := row.get("profile")) is not None:
+        of = profile["span_ms"]
+        waits = max(profile["waiting_ms"]) if profile["waiting_ms"] else None
+        parts = (profile["busy_ms"], profile["hidden_ms"], waits)
+        traced = ["-" if part is None else f"{100 * part / of:.0f}%" for part in parts]
+    joules = "-" if row["joules_per_token"] is None else f"{1e3 * row['joules_per_token']:.1f}"
+    return (
+        f"{row['tokens']:>6} {row['mode']:10} {row['ms']:>9.3f} {row['ms_per_layer']:>9.4f} {ratios[0]:>22} "
+        f"{ratios[1]:>22} {row['host_ms']['eager']:>9.2f}/{row['host_ms']['graph']:.3f} "
+        f"{traced[0]:>5} {traced[1]:>6} {traced[2]:>6} "
+        f"{row['power_w'] or 0:>5.0f} {row['sm_mhz'] or 0:>5.0f} {joules:>7}  {variant}"
+    )

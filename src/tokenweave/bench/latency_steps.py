@@ -24,13 +24,16 @@ from tokenweave.weave import Collective, run_stages
 
 Wrap = Callable[[Sequence[Stage], Sequence[Split], Collective], tuple[Sequence[Stage], Collective]]
 
+BOUNDS = ("no_comm", "compute")
+"""Modes that leave something out, so that their rows mean nothing: collectives; collectives and norms."""
+
 
 @dataclass(frozen=True)
 class Variant:
     """One way to run the step.
 
     Attributes:
-        mode: of :data:`tokenweave.bench.latency.MODES`. name: within the mode.
+        mode: of :data:`tokenweave.bench.latency.MODES`, or "compute". name: within the mode.
         plan: None where the planner knows no such thing.
         walk: all of its launches; gives the final rows, [1, hidden].
     """
@@ -104,6 +107,16 @@ class PrefillSteps:
             return run_stages(stages, fresh, collective, memory, overlap)[-1]
 
         return Variant(mode, name, plan, walk)
+
+    def compute_alone(self, tokens: int) -> Variant:
+        """Neither collectives nor norms: every stage reads the same normal rows, so that GEMMs multiply what is as large,
+        and draws as much power, as in a real step."""
+        rows = torch.randn_like(self._residual[:tokens])
+
+        def ready(partial: torch.Tensor, residual: torch.Tensor, epilogue: Epilogue, sampled: Any) -> torch.Tensor:
+            return rows if sampled is None else rows[sampled]
+
+        return self.of_collective("compute", "alone", None, tokens, ready)
 
     def close(self) -> None:
         """Gives back the workspace; idempotent."""

@@ -24,6 +24,8 @@ from tokenweave.bench.trace_events import COLLECTIVE, COMPUTE, Span, cpu_spans, 
 from tokenweave.stages import Epilogue, Split, Stage
 from tokenweave.weave import Collective
 
+_SLEEP_CYCLES = 2_000_000  # about a millisecond
+
 
 def prepare() -> None:
     """Before the first CUDA graph is captured: lets CUPTI see the graph's kernels, and stay for all of them."""
@@ -76,11 +78,13 @@ class Recorder:
     group: dist.ProcessGroup
     device: torch.device
 
-    def record(self, call: Callable[[], object], path: Path) -> list[Span]:
+    def record(self, call: Callable[[], object], path: Path, ahead: bool = False) -> list[Span]:
         """Profiles one call, which has run before; the ranks meet right before it, on the GPU where there is one.
 
         Args:
             path: of the Chrome trace, ``.json`` or ``.json.gz``; Perfetto opens both.
+            ahead: the GPU sleeps until the host has issued the call, if that takes no longer than about a millisecond:
+                for graphs, so that the ranks start together.
         """
         gpu = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
@@ -89,6 +93,8 @@ class Recorder:
             # The CPU's communication stream is a thread that was there before.
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True) if not gpu else None
             profiler = stack.enter_context(profile(activities=activities, experimental_config=config))
+            if gpu and ahead:
+                torch.cuda._sleep(_SLEEP_CYCLES)
             dist.all_reduce(meet, group=self.group)
             call()
             if gpu:

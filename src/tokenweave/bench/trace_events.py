@@ -174,6 +174,8 @@ def summary(spans: Sequence[Span]) -> dict[str, Any]:
         ``hidden_ms``: with a collective beside something else. ``by_kind_ms``: each kind's spans added up.
     """
     lanes = {lane: [span for span in spans if span.lane == lane] for lane in ("compute", "communication")}
+    if not spans:
+        return {"span_ms": 0.0, "busy_ms": 0.0, "hidden_ms": 0.0, "by_kind_ms": {}}
     busy = union_us(spans)
     kinds: dict[str, float] = defaultdict(float)
     for span in spans:

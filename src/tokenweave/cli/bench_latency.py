@@ -18,8 +18,21 @@ if TYPE_CHECKING:
     from tokenweave.models import Model
 
 _MODES = "sequential,fused,woven,auto,no_comm"
-_VALUES = ("model", "tp", "tokens", "modes", "layers", "dtype", "rounds", "seed", "sustain", "json", "time_limit")
-_FLAGS = ("dummy", "sweep")
+_VALUES = (
+    "model",
+    "tp",
+    "tokens",
+    "modes",
+    "layers",
+    "dtype",
+    "rounds",
+    "seed",
+    "sustain",
+    "json",
+    "plot",
+    "time_limit",
+)
+_FLAGS = ("dummy", "sweep", "no_profile")
 
 
 def add_parser(kinds: Any) -> None:
@@ -35,23 +48,31 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--sweep", action="store_true", help="try cuts, blocks, clusters and SM budgets; show the best")
     parser.add_argument("--rounds", type=int, default=20, help="paired rounds, at least 20 (default %(default)s)")
     parser.add_argument(
-        "--sustain", type=float, default=0.0, help="seconds a mode back to back, for its power (default 0)"
+        "--sustain",
+        type=float,
+        default=1.0,
+        help="seconds a mode back to back, for power and energy (default 1; 0: none)",
     )
+    parser.add_argument("--no-profile", action="store_true", help="nothing of busy time, overlap and waiting for ranks")
     parser.add_argument("--seed", type=int, default=0, help="of weights, tokens and the order of the modes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, after each size")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: PNG, SVG or PDF, by the name's ending")
     parser.add_argument("--time-limit", type=float, default=900, help="seconds until the ranks are ended (default 900)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures on ranks of its own, or as one rank of torchrun's."""
     from tokenweave.bench import launch
+    from tokenweave.bench.plots import require_matplotlib
 
     _check(args)
+    if args.plot is not None:
+        require_matplotlib()
     return launch.on_ranks(lambda: _run_rank(args), command_line(args), args.tp, args.time_limit)
 
 
 def _run_rank(args: argparse.Namespace) -> int:
-    from tokenweave.bench import environment, launch
+    from tokenweave.bench import environment, launch, plots
     from tokenweave.bench.latency import Config, LatencyBench
     from tokenweave.bench.latency_report import text
     from tokenweave.bench.timing import GraphClock
@@ -73,6 +94,7 @@ def _run_rank(args: argparse.Namespace) -> int:
             seed=args.seed,
             sweep=args.sweep,
             sustain=args.sustain,
+            profile=not args.no_profile,
             json=args.json,
         )
         bench = LatencyBench(
@@ -89,6 +111,8 @@ def _run_rank(args: argparse.Namespace) -> int:
         result = bench.run()
         if rank == 0:
             print(text(result), flush=True)
+            if args.plot is not None:
+                plots.plot_latency(result, args.plot)
         del bench  # and its graphs
     return 1 if result["wrong"] else 0
 
@@ -143,7 +167,7 @@ def _modes(text: str) -> tuple[str, ...]:
 
 def command_line(args: argparse.Namespace) -> list[str]:
     """The arguments once more, for a rank."""
-    words = ["bench", "latency", *(f"--{name}" for name in _FLAGS if getattr(args, name))]
+    words = ["bench", "latency", *(f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(args, name))]
     for name in _VALUES:
         if (value := getattr(args, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")

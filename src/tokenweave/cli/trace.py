@@ -114,7 +114,7 @@ def _recorded(variant: Variant, recorder: Recorder, me: Rank, args: argparse.Nam
     found = {}
     for name, call in (("eager", variant.walk), ("graph", graph.replay)):
         for _ in range(2):
-            found[name] = recorder.record(call, path(name))
+            found[name] = recorder.record(call, path(name), ahead=name == "graph")
     del graph
     try:
         found["graph"] = tagged(found["graph"], found["eager"])
