@@ -85,7 +85,11 @@ def _open(what: Alone) -> alone.Ranks:
     )
 
 
-@pytest.mark.parametrize("what", [what for what in small() if what.kernel != "add_rmsnorm"], ids=str)
+@pytest.mark.parametrize(
+    "what",
+    [what for what in small() if what.kernel != "add_rmsnorm"],
+    ids=lambda what: f"{what.kernel}-{what.case.tokens}x{what.case.hidden}",
+)
 def test_no_kernel_would_wait(what):
     ranks = _open(what)
     for number in range(4):  # the three inboxes, and the first again

@@ -16,7 +16,7 @@ from collective_cases import Case, fresh_seed
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("what", small(), ids=str)
+@pytest.mark.parametrize("what", small(), ids=lambda what: f"{what.kernel}-{what.case.tokens}x{what.case.hidden}")
 def test_options(what):
     run(what, fresh_seed(), rounds=4)
 
