@@ -4,18 +4,19 @@
 
 First, copies to the peer's symmetric memory as nodes of a CUDA graph, both ranks at once, by size. Then the collective with
 few blocks as it is, and cut in parts: the kernel, compiled from sources without the store to the peer, works on one part while a copy
-engine sends the last one's results; one more collective of two rows stands for the barrier at the end. The results
-are compared. Two ranks, bf16; CUDA graphs, median of replays in turns, the slower rank counts.
+engine sends the last one's results; one more collective of two rows stands for the barrier at the end. Last, the collective
+without the store of the residual, for what one row less through the SM's port is worth. The results are compared. Two ranks, bf16; CUDA graphs, median of replays in turns, the slower rank counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -31,7 +32,8 @@ from tokenweave.collective.rows import owned_rows
 HIDDEN = 4096
 ROW = HIDDEN * 2  # bytes
 COPIES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
-STORE = "for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, words);"
+TO_PEER = "for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, words);"
+TO_RESIDUAL = "if (math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);"
 
 
 def main() -> None:
@@ -70,23 +72,18 @@ def collectives(workspace: Workspace) -> list[dict]:
     """The collective as it is and in parts with the copy engine, by rows and blocks."""
     shapes = [(tokens, ctas) for tokens in (1024, 4096, 16384) for ctas in (4, 8)]
     whole = {shape: _graph(lambda shape=shape: _call(workspace, 0, *shape)) for shape in shapes}
+    with _changed(TO_RESIDUAL, ";"):
+        lighter = {shape: _graph(lambda shape=shape: _call(workspace, 0, *shape)) for shape in shapes}
+    with _changed(TO_PEER, "for (int k = N; k <= N; ++k) st_global(table[RANK] + at, words);"):
+        return _with_copies(workspace, shapes, whole, lighter)
+
+
+def _with_copies(workspace: Workspace, shapes: list[tuple[int, int]], whole: dict, lighter: dict) -> list[dict]:
     expected = {shape: _result(workspace, whole[shape], shape[0]) for shape in shapes}
-    folder = Path(tempfile.mkdtemp())
-    sources = folder / "csrc"
-    shutil.copytree(compiler.SOURCES, sources)
-    text = (sources / "twoshot_ring.cu").read_text()
-    assert text.count(STORE) == 1, "the source has changed: update this probe"
-    (sources / "twoshot_ring.cu").write_text(
-        text.replace(STORE, "for (int k = N; k <= N; ++k) st_global(table[RANK] + at, words);")
-    )
-    compiler.SOURCES = sources
-    os.environ["TOKENWEAVE_CACHE"] = str(folder)
-    compiler._sources.cache_clear()
-    launch.loaded.cache_clear()
     rows = []
     side = torch.cuda.Stream()
     for tokens, ctas in shapes:
-        graphs = {"whole": whole[tokens, ctas]}
+        graphs = {"whole": whole[tokens, ctas], "no residual store": lighter[tokens, ctas]}
         for parts in (1, 2, 4, 8):
             if tokens // parts >= 32 * ctas:  # enough rows a block for the ring
                 graphs[f"{parts} parts"] = _graph(
@@ -98,8 +95,35 @@ def collectives(workspace: Workspace) -> list[dict]:
             )
         row = {"what": "collective", "tokens": tokens, "hidden": HIDDEN, "ctas": ctas}
         rows.append(row | {name: round(us, 1) for name, us in _timed(graphs).items()})
-    shutil.rmtree(folder)
     return rows
+
+
+@contextlib.contextmanager
+def _changed(line: str, instead: str) -> Iterator[None]:
+    """Kernels that are loaded now are compiled from sources with another line."""
+    before = compiler.SOURCES, os.environ.get("TOKENWEAVE_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder) / "csrc"
+        shutil.copytree(compiler.SOURCES, sources)
+        text = (sources / "twoshot_ring.cu").read_text()
+        assert text.count(line) == 1, "the source has changed: update this probe"
+        (sources / "twoshot_ring.cu").write_text(text.replace(line, instead))
+        compiler.SOURCES = sources
+        os.environ["TOKENWEAVE_CACHE"] = folder
+        _forget_kernels()
+        try:
+            yield
+        finally:
+            compiler.SOURCES = before[0]
+            os.environ.pop("TOKENWEAVE_CACHE")
+            if before[1] is not None:
+                os.environ["TOKENWEAVE_CACHE"] = before[1]
+            _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    compiler._sources.cache_clear()
+    launch.loaded.cache_clear()
 
 
 def _call(workspace: Workspace, start: int, tokens: int, ctas: int) -> torch.Tensor:
