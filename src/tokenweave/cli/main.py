@@ -15,7 +15,9 @@ from tokenweave.errors import TokenWeaveError
 COMMANDS = {
     "generate": "answer prompts with a tensor-parallel model",
     "plan": "show how a batch would be run on given GPUs, with its waves and predicted times",
+    "predict": "predict prefill times in each mode on given GPUs, before renting any",
     "simulate": "simulate a fleet that serves a trace: throughput and waiting times with and without TokenWeave",
+    "tune": "measure what a model's parts take on this machine's GPUs, for the planner",
     "bench": "measure the fused collective against its rivals on this machine's GPUs",
     "trace": "record one step of a model, eagerly and as a CUDA graph, and draw a layer on its two streams",
     "compile": "compile the GPU kernels, with no GPU, and show registers, spills and shared memory",

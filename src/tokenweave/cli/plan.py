@@ -23,6 +23,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--mode", help="auto, sequential, fused or woven; default: what TOKENWEAVE_MODE says, else auto"
     )
+    parser.add_argument(
+        "--explain", action="store_true", help="show the best few cuts, too, and where the figures come from"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list for several --tokens")
 
 
@@ -32,17 +35,17 @@ def run(args: argparse.Namespace) -> int:
     planner = Planner(read_config(args.model), args.gpu, args.tp, args.transport, args.mode)
     explained = [planner.explain(tokens, context=args.context) for tokens in steps]
     if args.json:
-        objects = [explanation.as_json() for explanation in explained]
+        objects = [explanation.as_json(full=args.explain) for explanation in explained]
         print(json.dumps(objects if len(objects) > 1 else objects[0], indent=2))
         return 0
     print(f"{args.model}, tp {args.tp} on {planner.model.gpu.name}, transport {planner.model.transport}")
     for explanation in explained:
-        print("\n" + text(explanation))
+        print("\n" + text(explanation, full=args.explain))
     return 0
 
 
-def text(explanation: Explanation) -> str:
-    """One plan as a person reads it."""
+def text(explanation: Explanation, full: bool = False) -> str:
+    """One plan as a person reads it; ``full``: with the best few cuts."""
     plan, waves = explanation.plan, explanation.waves
     lines = [f"{explanation.tokens} tokens: {plan.mode}" + ("" if plan.split is None else _cut(explanation))]
     lines.append(f"  why        {explanation.reason}")
@@ -60,6 +63,14 @@ def text(explanation: Explanation) -> str:
     for mode, ms in explanation.predicted_ms.items():
         note = {"no_comm": "  (no collectives; every rank norms all rows)"}.get(mode, "")
         lines.append(f"  {mode:<10} {ms:10.3f} ms  {ms / best:5.2f}x{note}")
+    if full:
+        lines.append(f"  figures    from {explanation.source}")
+        for cut in explanation.cuts:
+            blocks = "" if cut.ctas is None else f", {cut.ctas} CTAs"
+            lines.append(
+                f"  cut        {cut.split} + {explanation.tokens - cut.split}{blocks}: {cut.waves[0]} + {cut.waves[1]} waves, "
+                f"{cut.ms:.3f} ms"
+            )
     return "\n".join(lines)
 
 

@@ -113,11 +113,12 @@ def all_reduce_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str) -
     return _library_us(rows * (2 * (tp - 1) / tp), tp, gpu)
 
 
-def fused_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: Any) -> Any:
+def fused_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: Any, *, alone: bool = False) -> Any:
     """us of the fused collective: reduce-scatter, residual, RMSNorm of the owned rows, all-gather.
 
-    ``tokens`` and ``ctas`` are ints or int64 arrays that broadcast. ``ctas`` None: the launch that the engine makes when
-    nothing runs beside it, the one-shot kernel for small batches; for the torch transport and for one rank the only one.
+    Args:
+        tokens, ctas: ints or int64 arrays that broadcast; ``ctas`` None for the transport's own choice.
+        alone: nothing runs beside it: it may start while its predecessor ends, and small batches take the one-shot kernel.
     """
     if tp == 1:
         return norm_us(tokens, hidden, gpu)
@@ -127,13 +128,15 @@ def fused_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: 
         # Two library collectives, and kernels that add N parts and the residual, then norm, on the owned rows.
         passes = owned * ((tp + 6) / (gpu.hbm_gbs * HBM_SHARE * 1e3)) + 2 * gpu.kernel_us
         return passes + 2 * _library_us(owned * (tp - 1), tp, gpu)
-    if ctas is not None:
-        return _two_shot_us(tokens, rows, tp, gpu, transport, ctas)
-    blocks = np.clip(ceil_div(tokens, tp), 1, MOST_ALONE)
-    alone = _two_shot_us(tokens, rows, tp, gpu, transport, blocks) - ALONE_US
+    if ctas is None:
+        ctas = np.clip(ceil_div(tokens, tp), 1, MOST_ALONE)
+    two_shot = _two_shot_us(tokens, rows, tp, gpu, transport, ctas)
+    if not alone:
+        return two_shot
+    two_shot -= ALONE_US
     link = gpu.link_gbs * P2P_PLATEAU * 1e3
     one_shot = ONESHOT_START_US + ONESHOT_RANK_US * tp + rows * ((tp - 1) / link)
-    return np.where(tokens <= oneshot_rows(tp, hidden * BYTES), np.minimum(one_shot, alone), alone)
+    return np.where(tokens <= oneshot_rows(tp, hidden * BYTES), np.minimum(one_shot, two_shot), two_shot)
 
 
 def _two_shot_us(tokens: Any, rows: Any, tp: int, gpu: Gpu, transport: str, ctas: Any) -> Any:

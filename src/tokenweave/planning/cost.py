@@ -139,7 +139,9 @@ class CostModel:
         self._reach(int(np.max(rows)))
         column, of_held = self._row(rows), np.searchsorted(self._held, held)
         attention_table, mlp_table = self._tables["attention"], self._tables["mlp"]
-        attend = [self.costs.attention_us(*attention, self._query, self._kv, held=busy) for busy in (0, held)]
+        attend = [
+            self.costs.attention_us(*attention, self._query, self._kv, rows=rows, held=busy) for busy in (0, held)
+        ]
         first = [attention_table[beside, of_held, column] + attend[beside] for beside in (0, 1)]
         second = [mlp_table[beside, of_held, column] for beside in (0, 1)]
         return (first[0], first[1]), (second[0], second[1])
@@ -178,7 +180,7 @@ class CostModel:
         tokens, layers = batch.tokens, self.config.layers
         end: Callable[[int, int], float] = {
             "sequential": lambda sent, normed: self.sequential_us(sent, normed),
-            "fused": lambda _, normed: float(self.fused_us(normed, None)),
+            "fused": lambda _, normed: float(self.fused_us(normed)),
             "no_comm": lambda _, normed: float(self.costs.norm_us(normed, self.config.hidden)),
         }[kind]
         gap = self.costs.runtime.gap_us * END_LAUNCHES[kind]
@@ -202,9 +204,9 @@ class CostModel:
         norm = self.costs.norm_us(tokens if normed is None else normed, hidden)
         return float(self.costs.all_reduce_us(tokens, hidden) + norm)
 
-    def fused_us(self, tokens: Any, ctas: Any) -> Any:
-        """us of one fused collective of ``tokens`` rows."""
-        return self.costs.collective_us(tokens, self.config.hidden, ctas)
+    def fused_us(self, tokens: Any, ctas: int | None = None) -> Any:
+        """us of one fused collective of ``tokens`` rows; with nothing beside it where no ``ctas`` are given."""
+        return self.costs.collective_us(tokens, self.config.hidden, ctas, alone=ctas is None)
 
     def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None) -> np.ndarray:
         """us of a woven step for each (prefix length, CTAs of the collective), int64 [n] both -> float64 [n].

@@ -48,6 +48,10 @@ class Costs(Protocol):
     def signature(self) -> str:
         """Equal where all figures are equal: ranks must have the same."""
 
+    @property
+    def source(self) -> str:
+        """Where the figures come from, in a few words."""
+
     def cluster(self, ctas: int | None) -> int | None:
         """Thread blocks per cluster to launch such a collective in; None for no clusters."""
 
@@ -60,19 +64,21 @@ class Costs(Protocol):
     def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
         """``[m, k] x [k, n]``, for each of ``experts``, told of ``sms`` SMs while ``held`` others are busy."""
 
-    def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, held: Any = 0) -> Any:
+    def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, rows: Any = None, held: Any = 0) -> Any:
         """Attention of a split's rows.
 
         Args:
             pairs: (query, key) pairs. reads: K/V positions read (:meth:`Batch.attention`).
             query, kv: this rank's columns of q, and of k: heads * head_dim.
+            rows: whose pairs these are; None where it does not matter much.
             held: SMs that another kernel holds.
         """
 
-    def collective_us(self, tokens: Any, hidden: int, ctas: Any) -> Any:
+    def collective_us(self, tokens: Any, hidden: int, ctas: Any, *, alone: bool = False) -> Any:
         """The fused collective: barriers, reduce-scatter, residual, RMSNorm of the owned rows, all-gather.
 
-        ``ctas`` None: as the engine launches it when nothing runs beside it, the one-shot kernel for small batches.
+        ``alone``: as the engine launches it when nothing runs beside it, the one-shot kernel for small batches included.
+        ``ctas`` None: the transport's own choice.
         """
 
     def all_reduce_us(self, tokens: Any, hidden: int) -> Any:
@@ -105,6 +111,10 @@ class Machine:
     def signature(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
+    @property
+    def source(self) -> str:
+        return f"the {self.gpu.name}'s data sheet"
+
     def cluster(self, ctas: int | None) -> int | None:
         return comm.cluster(ctas, self.gpu)
 
@@ -117,7 +127,7 @@ class Machine:
     def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
         return waves.gemm_us(m, n, k, self.gpu, sms=sms, held=held, experts=experts)
 
-    def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, held: Any = 0) -> Any:
+    def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, rows: Any = None, held: Any = 0) -> Any:
         gpu = self.gpu
         tflops = gpu.flash3_tflops if self.runtime.flash3 else gpu.attention_tflops
         math = (
@@ -125,8 +135,8 @@ class Machine:
         )  # q.k and p.v: 2 FLOP each
         return np.maximum(math, reads * (2 * waves.BYTES * kv / self._hbm)) + gpu.kernel_us
 
-    def collective_us(self, tokens: Any, hidden: int, ctas: Any) -> Any:
-        return comm.fused_us(tokens, hidden, self.tp, self.gpu, self.transport, ctas)
+    def collective_us(self, tokens: Any, hidden: int, ctas: Any, *, alone: bool = False) -> Any:
+        return comm.fused_us(tokens, hidden, self.tp, self.gpu, self.transport, ctas, alone=alone)
 
     def all_reduce_us(self, tokens: Any, hidden: int) -> Any:
         return comm.all_reduce_us(tokens, hidden, self.tp, self.gpu, self.transport)

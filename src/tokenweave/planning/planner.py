@@ -20,6 +20,7 @@ from tokenweave.planning.cost import CostModel
 from tokenweave.planning.hardware import Gpu
 from tokenweave.planning.machine import Costs, Machine, machine_of
 from tokenweave.planning.plan import Mode, Plan, StepTimes
+from tokenweave.planning.profile import find_profile
 from tokenweave.planning.waves import even_cuts, gemm_sms, waves
 
 MODE_VARIABLE = "TOKENWEAVE_MODE"
@@ -27,6 +28,7 @@ GAIN = 0.98  # a woven step must promise to take at most this share of the best 
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
 CACHED_PLANS = 8192
+SHOWN_CUTS = 5
 MOST_TOKENS = 2**22  # a table of the GEMMs' times reaches as far as the longest step asked for
 
 
@@ -47,6 +49,22 @@ class Waves:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """A cut that was considered.
+
+    Attributes:
+        split: rows in the prefix. ctas: thread blocks of the collective.
+        waves: of (prefix, suffix), counted as :class:`Waves`.
+        ms: of the step, predicted.
+    """
+
+    split: int
+    ctas: int | None
+    waves: tuple[int, int]
+    ms: float
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Why a plan was chosen.
 
@@ -57,6 +75,8 @@ class Explanation:
         waves: of the choice.
         predicted_ms: mode (and ``"no_comm"``, the bound without collectives) -> ms of the whole step.
         reason: one sentence.
+        cuts: the best few that were considered, each with its best number of CTAs, the fastest first.
+        source: where the figures come from.
     """
 
     tokens: int
@@ -65,9 +85,25 @@ class Explanation:
     waves: Waves
     predicted_ms: dict[str, float]
     reason: str
+    cuts: tuple[Cut, ...]
+    source: str
 
-    def as_json(self) -> dict[str, object]:
-        """Plain values: tokens, mode, split, ctas, gemm_sms ("gate_up/prefix" -> SMs), waves, predicted_ms."""
+    def as_json(self, full: bool = False) -> dict[str, object]:
+        """Plain values: tokens, mode, split, ctas, gemm_sms ("gate_up/prefix" -> SMs), waves, predicted_ms.
+
+        Args:
+            full: also cluster, waves of each GEMM, reason, source, and cuts.
+        """
+        more = {
+            "cluster": self.plan.cluster,
+            "waves_by_gemm": {gemm: list(counts) for gemm, counts in self.waves.by_gemm.items()},
+            "reason": self.reason,
+            "source": self.source,
+            "cuts": [
+                {"split": cut.split, "ctas": cut.ctas, "waves": list(cut.waves), "ms": round(cut.ms, 4)}
+                for cut in self.cuts
+            ],
+        }
         return {
             "tokens": self.tokens,
             "mode": str(self.plan.mode),
@@ -76,6 +112,7 @@ class Explanation:
             "gemm_sms": {f"{gemm}/{split}": sms for (gemm, split), sms in self.plan.gemm_sms.items()},
             "waves": {"whole": self.waves.whole, "prefix": self.waves.prefix, "suffix": self.waves.suffix},
             "predicted_ms": {mode: round(ms, 4) for mode, ms in self.predicted_ms.items()},
+            **(more if full else {}),
         }
 
 
@@ -98,7 +135,8 @@ class Planner:
         transport: of the fused collective; None for the one with the least wire on this GPU.
         mode: ``"auto"`` or a :class:`Mode` for every plan that does not name one itself; None for :func:`asked_mode`'s
             default, which must then be the same on all ranks.
-        costs: what a step's parts cost, measured or described; it takes the place of ``gpu``, ``tp`` and ``transport``.
+        costs: what a step's parts cost, measured or described; it takes the place of ``gpu``, ``tp`` and ``transport``. By
+            default what was measured on this machine, where ``gpu`` is None and there is such a table, else the data sheet.
 
     Attributes:
         model: the cost model that decides.
@@ -117,7 +155,10 @@ class Planner:
         mode: Mode | str | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self.model = CostModel(config, machine_of(gpu, tp, transport) if costs is None else costs)
+        if costs is None:
+            machine = machine_of(gpu, tp, transport)
+            costs = (find_profile(config, machine) if gpu is None else None) or machine
+        self.model = CostModel(config, costs)
         self._default_mode = asked_mode(mode)
         self._gain = CPU_GAIN if self.model.gpu.arch == "cpu" else GAIN
         self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
@@ -171,6 +212,8 @@ class Planner:
             self._waves(tokens, plan),
             {name: us / 1e3 for name, us in times.items()},
             self._reason(plan, asked, woven, times, allow_woven),
+            self._best_cuts(batch) if allow_woven else (),
+            self.model.costs.source,
         )
 
     def times(self, batch: Batch) -> StepTimes:
@@ -227,24 +270,47 @@ class Planner:
             return self._woven_plan(batch.tokens, woven)
         return fused if best is Mode.FUSED else Plan(Mode.SEQUENTIAL)
 
-    def _best_woven(self, batch: Batch) -> _Woven | None:
-        """The best cut and CTAs. None for a single row.
+    def _candidates(self, batch: Batch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray] | None:
+        """(cuts, CTAs, predicted us), int64 [n] and float64 [n]; no CTAs where there is no choice. None for a single row.
 
         For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
-        has any such cut, else evenly spaced ones; of those the one with the shortest makespan (see TIE).
+        has any such cut, else evenly spaced ones.
         """
         model, tokens = self.model, batch.tokens
         if not len(others := even_cuts(tokens, model.gpu)):
             return None
         sms = np.array([gemm_sms(model.gpu, model.held(ctas)) for ctas in model.ctas])
         allowed = [cuts if len(cuts) else others for cuts in model.tiling.neutral_cuts(tokens, sms)]
-        flat = np.concatenate(allowed)
+        cuts = np.concatenate(allowed)
         ctas = np.repeat(np.array([ctas or 0 for ctas in model.ctas]), [len(cuts) for cuts in allowed])
         each = None if model.ctas == (None,) else ctas
-        times = model.woven_us(batch, flat, each)
+        return cuts, each, model.woven_us(batch, cuts, each)
+
+    def _best_woven(self, batch: Batch) -> _Woven | None:
+        """The best cut and CTAs: the shortest makespan (see TIE). None for a single row."""
+        if (candidates := self._candidates(batch)) is None:
+            return None
+        cuts, ctas, times = candidates
         close = np.nonzero(times <= times.min() * (1 + TIE))[0]
-        best = close[abs(2 * flat[close] - tokens).argmin()]
-        return _Woven(int(flat[best]), None if each is None else int(each[best]), float(times[best]))
+        best = close[abs(2 * cuts[close] - batch.tokens).argmin()]
+        return _Woven(int(cuts[best]), None if ctas is None else int(ctas[best]), float(times[best]))
+
+    def _best_cuts(self, batch: Batch) -> tuple[Cut, ...]:
+        """The fastest few, each with its best CTAs."""
+        if (candidates := self._candidates(batch)) is None:
+            return ()
+        cuts, ctas, times = candidates
+        found: list[Cut] = []
+        for index in times.argsort(kind="stable"):
+            cut, blocks = int(cuts[index]), None if ctas is None else int(ctas[index])
+            if all(cut != other.split for other in found):
+                waves = self._waves(batch.tokens, Plan(Mode.WOVEN, split=cut, ctas=blocks))
+                assert waves.prefix is not None
+                assert waves.suffix is not None
+                found.append(Cut(cut, blocks, (waves.prefix, waves.suffix), float(times[index]) / 1e3))
+            if len(found) == SHOWN_CUTS:
+                break
+        return tuple(found)
 
     def _woven_plan(self, tokens: int, woven: _Woven) -> Plan:
         model, cut = self.model, woven.cut
