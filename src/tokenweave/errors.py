@@ -15,6 +15,10 @@ class RequestError(TokenWeaveError, ValueError):
     """A request or an argument that can never be served as given."""
 
 
+class ProfileError(RequestError):
+    """A table of measured times that cannot be used: damaged, interrupted, stale or of another machine or model."""
+
+
 class CollectiveError(TokenWeaveError, RuntimeError):
     """A collective was called with arguments that break its contract, or could not complete."""
 

@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,24 +83,29 @@ class GraphClock:
 
     Args:
         group: the ranks. device: this rank's GPU, the current one.
+        priority: of what is captured; -1 goes first.
 
     Attributes:
         stream: captures.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, priority: int = 0) -> None:
         self._group = group
         self._meet = torch.zeros(1, device=device)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=priority)
         self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def capture(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-        """``calls`` calls in a row as one graph. ``call`` must have run before: nothing may be set up in a capture."""
+    def capture(self, call: Callable[[], object], calls: int, pool: Any = None) -> torch.cuda.CUDAGraph:
+        """``calls`` calls in a row as one graph. ``call`` must have run before: nothing may be set up in a capture.
+
+        Args:
+            pool: of memory, as :func:`torch.cuda.graph_pool_handle` gives it, of which another graph is alive; None: its own.
+        """
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             # thread_local: NCCL's watchdog thread queries events meanwhile, which would end a global capture.
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 for _ in range(calls):
                     call()

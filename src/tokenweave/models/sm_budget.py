@@ -40,7 +40,7 @@ def sm_budget(sms: int | None) -> Iterator[None]:
 
 def _target(sms: int) -> None:
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    status = _cublas().cublasSetSmCountTarget(handle, ctypes.c_int(sms))
+    status = cublas_library().cublasSetSmCountTarget(handle, ctypes.c_int(sms))
     if status:
         raise CollectiveError(f"cublasSetSmCountTarget({sms}) failed with status {status}; expected 1 to the GPU's SMs")
 
@@ -51,7 +51,7 @@ def _sms(device: int) -> int:
 
 
 @functools.cache
-def _cublas() -> ctypes.CDLL:
+def cublas_library() -> ctypes.CDLL:
     """The very library that torch has loaded."""
     torch.cuda.current_blas_handle()
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,0 +1,144 @@
+"""``tokenweave tune``: measures what a model's parts take on this machine's GPUs, for the planner."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenweave.errors import RequestError
+
+if TYPE_CHECKING:
+    from tokenweave.bench.launch import Rank
+    from tokenweave.planning.profile_table import Identity, Table
+    from tokenweave.tuning.tuner import Tuner
+
+_VALUES = ("model", "tp", "out", "max_tokens", "seconds", "time_limit")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("tune", help="measure a model's parts on this machine's GPUs, for the planner")
+    parser.add_argument("--model", required=True, help="folder, .gguf file, or the name of a built-in configuration")
+    parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the table (default: where the planner looks for it, in ~/.cache)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=16384, help="rows of the longest step (default %(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60,
+        help="of measuring; then the finest steps are left out (default %(default)s)",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, default=300, help="seconds until the ranks are ended (default %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures on ranks of its own, or as one rank of torchrun's."""
+    from tokenweave.bench import launch
+
+    _check(args)
+    return launch.on_ranks(lambda: _run_rank(args), command_line(args), args.tp, args.time_limit)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what can be refused before any rank starts."""
+    from tokenweave.models import read_config
+    from tokenweave.models.sharding import shard_of
+
+    if not 2 <= args.tp <= 8:
+        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
+    if args.max_tokens < 512:
+        raise RequestError(f"--max-tokens {args.max_tokens}; expected at least 512")
+    if args.seconds <= 0:
+        raise RequestError(f"--seconds {args.seconds}; expected more than 0")
+    shard_of(read_config(args.model), 0, args.tp)
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    from tokenweave.bench import launch
+
+    with launch.joined() as me:
+        _tune(args, me, began)  # its graphs have to be gone before the ranks part
+    return 0
+
+
+def _tune(args: argparse.Namespace, me: Rank, began: float) -> None:
+    from tokenweave.bench import environment
+    from tokenweave.models import read_config
+    from tokenweave.planning.machine import machine_of
+    from tokenweave.tuning.gpu import GpuPieces
+    from tokenweave.tuning.identity import identity_here
+    from tokenweave.tuning.run import progress_bar, tune
+
+    config = read_config(args.model)
+    machine = functools.partial(machine_of, None, me.ranks)
+    pieces = GpuPieces(config, args.max_tokens, me.group, me.device, machine)
+    identity = identity_here(config, me.ranks, pieces.machine.transport)
+    path = args.out or _default_path(identity)
+    monitor = environment.Monitor(me.local)
+
+    def info(tuner: Tuner) -> dict[str, Any]:
+        return {
+            **environment.describe(),
+            "model": Path(args.model).name,
+            "seconds": round(time.monotonic() - began, 1),
+            "while_measuring": monitor.take(),
+            "left_out": tuner.skipped,
+            "uncovered": pieces.uncovered,
+        }
+
+    def progress(done: int, total: int, name: str) -> None:
+        if done % 64 == 0:
+            monitor.sample()
+        show(done, total, name)
+
+    pieces.warm_up()
+    with progress_bar(me.rank == 0) as show:
+        where = (path, me.group, me.device)
+        table = tune(pieces.setting, pieces, identity, *where, time.monotonic, args.seconds, progress, info)
+    pieces.close()
+    if me.rank == 0:
+        print(summary(table, path), flush=True)
+
+
+def _default_path(identity: Identity) -> Path:
+    from tokenweave.collective.compile import cache_dir
+    from tokenweave.tuning.find import profile_path
+
+    return profile_path(identity) or cache_dir().parent / "profiles" / f"{identity.key}.json"
+
+
+def summary(table: Table, path: Path) -> str:
+    """What was measured, in a few lines."""
+    from tokenweave.planning.profile_table import KINDS
+
+    counts = ", ".join(f"{len(table.of(kind))} {name}" for name, kind in KINDS.items())
+    identity, info = table.identity, table.info
+    lines = [
+        f"{info.get('model', 'model')} on {identity.tp} x {identity.gpu}, {identity.transport}: {len(table.times)} points "
+        f"({counts}) in {info.get('seconds', '?')} s",
+        f"driver {identity.driver}, torch {identity.torch}, cuBLAS {identity.cublas}, NCCL {identity.nccl}",
+    ]
+    if clocks := info.get("while_measuring"):
+        values = {name: value["median"] for name, value in clocks.items() if value}
+        lines.append(", ".join(f"{name} {value:.0f}" for name, value in values.items()))
+    if info.get("left_out"):
+        lines.append(f"left out for lack of time: {', '.join(info['left_out'])}")
+    if info.get("uncovered"):
+        lines.append(f"{info['uncovered']} samples ran longer than the work beside them")
+    return "\n".join([*lines, f"written to {path}"])
+
+
+def command_line(args: argparse.Namespace) -> list[str]:
+    """The arguments once more, for a rank."""
+    words = ["tune"]
+    for name in _VALUES:
+        if (value := getattr(args, name)) is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return words

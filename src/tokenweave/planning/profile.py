@@ -1,0 +1,334 @@
+"""Costs of a step's parts from a measured table.
+
+Between measured rows a GEMM's time runs as the analytical model's does, so its steps are kept; nothing falls with more
+rows. What was not measured falls back to the analytical model, scaled by the nearest measurement.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tokenweave.errors import ProfileError
+from tokenweave.models.config import ModelConfig
+from tokenweave.models.sharding import shard_of
+from tokenweave.planning.machine import Costs, Machine
+from tokenweave.planning.profile_curves import Curve, Surface
+from tokenweave.planning.profile_table import (
+    AllReducePoint,
+    AttentionPoint,
+    CollectivePoint,
+    GemmPoint,
+    OverheadPoint,
+    StagePoint,
+    StreamPoint,
+    Table,
+)
+from tokenweave.planning.waves import BYTES, Gemm, attention_gemms, mlp_gemms
+
+_Key = tuple[int, int, int]  # n, k, experts
+
+
+class Profile:
+    """A table as :class:`tokenweave.planning.machine.Costs`. A pure function of the table and the analytical machine.
+
+    Args:
+        table: complete.
+        config: the model that it was measured for.
+        base: the analytical machine, with the table's ranks and transport.
+
+    Attributes:
+        gpu, tp, transport, runtime: the base's.
+        table, base: as given.
+
+    Raises:
+        ProfileError: the table lacks what a plan needs.
+    """
+
+    def __init__(self, table: Table, config: ModelConfig, base: Machine) -> None:
+        self.table, self.base = table, base
+        self.gpu, self.tp, self.transport, self.runtime = base.gpu, base.tp, base.transport, base.runtime
+        self._hidden = config.hidden
+        shard = shard_of(config, 0, base.tp)
+        self._query, self._kv = shard.query.size, shard.kv.size
+        gemms = (*attention_gemms(config, base.tp), *mlp_gemms(config, base.tp))
+        self._overhead = {point.name: us for point, us in table.of(OverheadPoint).items()}
+        try:
+            self._gemms = {_key(gemm): _GemmTimes(gemm, table, base) for gemm in gemms}
+            self._collectives, self._clusters = _collectives(table)
+            self._norm = Curve({p.rows: us for p, us in table.of(StreamPoint).items() if p.name == "norm"})
+            self._all_reduce = Curve({point.tokens: us for point, us in table.of(AllReducePoint).items()})
+            self._stream = Curve(_streams(table, config, self._query + 2 * self._kv, shard.intermediate.size))
+            self._chunks, self._decodes = self._attention(table.of(AttentionPoint))
+        except (ValueError, KeyError) as error:
+            raise ProfileError(
+                f"the table lacks points that a plan needs: {error}; run `tokenweave tune` again"
+            ) from None
+
+    @property
+    def signature(self) -> str:
+        """Equal on ranks that will make equal plans."""
+        return hashlib.sha256(f"{self.table.digest} {self.base.signature}".encode()).hexdigest()
+
+    @property
+    def ctas(self) -> tuple[int | None, ...]:
+        """CTAs that were measured beside GEMMs; (None,) where the transport has no choice."""
+        return tuple(sorted(self._clusters)) or (None,)
+
+    def cluster(self, ctas: int | None) -> int | None:
+        """Blocks of a cluster that ``ctas`` were measured in; None for no clusters."""
+        cluster = self._clusters.get(ctas or 0, 1)
+        return cluster if cluster > 1 else None
+
+    def held(self, ctas: int | None) -> int:
+        """As :meth:`Costs.held`."""
+        return self.base.held(ctas)
+
+    def sm_targets(self, held: int) -> tuple[int | None, ...]:
+        """SM targets that were measured beside ``held`` SMs, the best of a GEMM's first."""
+        found: list[int | None] = []
+        for times in self._gemms.values():
+            found += [target for target in times.targets(held) if target not in found]
+        return tuple(found) or (None,)
+
+    def gemm_us(self, m: Any, n: int, k: int, *, sms: Any = None, held: Any = 0, experts: int = 1) -> Any:
+        """As :meth:`Costs.gemm_us`."""
+        times = self._gemms.get((n, k, experts))
+        if times is None:  # of no layer: say, the vocabulary's projection
+            return self.base.gemm_us(m, n, k, sms=sms, held=held, experts=experts) * self._usual_ratio
+        if np.ndim(held) == 0 and np.ndim(sms) == 0:
+            return times.under(int(held), None if sms is None else int(sms))(m)
+        m, held, sms = np.broadcast_arrays(m, held, np.nan if sms is None else np.asarray(sms, dtype=np.float64))
+        out = np.empty(m.shape)
+        for pair in {(int(h), None if np.isnan(s) else int(s)) for h, s in zip(held.flat, sms.flat, strict=True)}:
+            where = (held == pair[0]) & (np.isnan(sms) if pair[1] is None else sms == pair[1])
+            out[where] = times.under(*pair)(m[where])
+        return out
+
+    def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, rows: Any = None, held: Any = 0) -> Any:
+        """As :meth:`Costs.attention_us`, with the query rows behind the pairs; where they are not given, those that one
+        causal chunk with these pairs and reads has."""
+        slower = self.base.attention_us(pairs, reads, query, kv, held=held)
+        if (query, kv) != (self._query, self._kv):
+            return slower
+        free = self.base.attention_us(pairs, reads, query, kv)
+        pairs, reads = np.asarray(pairs, dtype=np.float64), np.asarray(reads, dtype=np.float64)
+        if rows is None:
+            twice = 2 * reads + 1
+            rows = np.maximum(1.0, (twice - np.sqrt(np.maximum(0.0, twice * twice - 8 * pairs))) / 2)
+        keys = pairs / np.maximum(rows, 1)
+        decode = self._decodes(rows, keys) if self._decodes is not None else free
+        # Every row reads keys of its own: decodes alone. Among chunks their reads still take their time.
+        alone = pairs <= reads
+        chunk = np.maximum(self._chunks(rows, keys), reads * self._read_us)
+        return np.where(pairs > 0, np.where(alone, decode, chunk), 0.0)[()] * (slower / np.maximum(free, 1e-9))
+
+    def collective_us(self, tokens: Any, hidden: int, ctas: Any, *, alone: bool = False) -> Any:
+        """As :meth:`Costs.collective_us`; ``alone``: in a fused step, with nothing beside it and, for few rows, in one shot."""
+        if hidden != self._hidden or not self._collectives:
+            return self.base.collective_us(tokens, hidden, ctas)
+        if ctas is None or np.ndim(ctas) == 0:
+            return self._one_collective(tokens, hidden, None if ctas is None else int(ctas), alone)
+        tokens, ctas = np.broadcast_arrays(tokens, ctas)
+        out = np.empty(tokens.shape)
+        for each in np.unique(ctas):
+            out[ctas == each] = self._one_collective(tokens[ctas == each], hidden, int(each), alone)
+        return out
+
+    def _one_collective(self, tokens: Any, hidden: int, ctas: int | None, alone: bool) -> Any:
+        known = self._collectives
+        kind = ("default", 0) if ctas is None else ("alone" if alone else "beside", ctas)
+        if kind in known:
+            us = known[kind](tokens)
+        else:  # as the nearest number of blocks that was measured
+            near = min((c for k, c in known if k == kind[0]), key=lambda c: abs(c - kind[1]), default=None)
+            if near is None:
+                return self.base.collective_us(tokens, hidden, ctas)
+            us = known[kind[0], near](tokens) * (
+                self.base.collective_us(tokens, hidden, ctas) / self.base.collective_us(tokens, hidden, near)
+            )
+        if alone and ("oneshot", 0) in known:
+            oneshot = known["oneshot", 0]
+            us = np.where(np.asarray(tokens) <= oneshot.x[-1], oneshot(tokens), us)[()]
+        return us
+
+    def all_reduce_us(self, tokens: Any, hidden: int) -> Any:
+        """As :meth:`Costs.all_reduce_us`: what was measured of both together, less the norm."""
+        if hidden != self._hidden:
+            return self.base.all_reduce_us(tokens, hidden)
+        return np.maximum(self._all_reduce(tokens) - self._norm(tokens), 0.0)[()]
+
+    def norm_us(self, tokens: Any, hidden: int) -> Any:
+        """As :meth:`Costs.norm_us`."""
+        return self._norm(np.asarray(tokens) * (hidden / self._hidden))
+
+    def stream_us(self, nbytes: Any) -> Any:
+        """As :meth:`Costs.stream_us`."""
+        return self._stream(nbytes)
+
+    def overhead_us(self, name: str) -> float | None:
+        """A measured :class:`OverheadPoint`, None if it was not measured."""
+        return self._overhead.get(name)
+
+    def stage_us(self, name: str) -> Curve | None:
+        """Whole stages as they were measured, over rows of one prompt: to judge the sum of the parts by."""
+        points = {p.rows: us for p, us in self.table.of(StagePoint).items() if p.name == name}
+        return Curve(points) if points else None
+
+    @functools.cached_property
+    def _usual_ratio(self) -> float:
+        """Measured to analytical, of the free GEMMs."""
+        return float(np.median([ratio for times in self._gemms.values() for ratio in times.ratios]))
+
+    def _attention(self, times: Mapping[AttentionPoint, float]) -> tuple[Surface, Surface | None]:
+        chunks: dict[tuple[float, float], float] = {}
+        decodes: dict[tuple[float, float], float] = {}
+        self._read_us = 0.0
+        for point, us in times.items():
+            each = point.rows // point.sequences
+            if each == 1:
+                decodes[point.rows, point.context + 1] = us
+            else:
+                chunks[point.rows, point.context + (each + 1) / 2] = us
+        # The memory's bound: what a read position takes where most of them are read.
+        reads, us = max(((rows * length, us) for (rows, length), us in decodes.items()), default=(1.0, 0.0))
+        self._read_us = us / reads
+        launch = min(times.values())
+        start = min(launch, self._overhead.get("kernel", launch))
+        return Surface(chunks, start), Surface(decodes, start) if decodes else None
+
+
+class _GemmTimes:
+    """One GEMM's curves, by what runs beside it and the target that it is told."""
+
+    def __init__(self, gemm: Gemm, table: Table, base: Machine) -> None:
+        self._gemm, self._base = gemm, base
+        self._points: dict[tuple[int, int | None], dict[float, float]] = {}
+        for point, us in table.of(GemmPoint).items():
+            if point.name == gemm.name:
+                self._points.setdefault((point.ctas, point.target), {})[point.rows] = us
+        if len(self._points.get((0, None), {})) < 2:
+            raise ValueError(f"fewer than two rows of the {gemm.name} GEMM alone")
+        # The targets that were measured beside each number of blocks, the one with the most points, the best, first.
+        self._targets: dict[int, list[int | None]] = {}
+        for ctas, target in sorted(self._points, key=lambda key: -len(self._points[key])):
+            self._targets.setdefault(ctas, []).append(target)
+        self._curves: dict[tuple[int, int | None], Callable[[Any], Any]] = {}
+
+    @property
+    def ratios(self) -> list[float]:
+        """Measured to analytical times, free."""
+        rows = np.array(sorted(self._points[0, None]), dtype=np.int64)
+        return list(np.array([self._points[0, None][m] for m in rows]) / self._analytical(0, None)(rows))
+
+    def targets(self, held: int) -> list[int | None]:
+        return self._targets.get(held, [])
+
+    def under(self, held: int, target: int | None) -> Callable[[Any], Any]:
+        """rows -> us beside ``held`` SMs with a target."""
+        if (found := self._curves.get((held, target))) is None:
+            found = self._curves[held, target] = self._make(held, target)
+        return found
+
+    def _make(self, held: int, target: int | None) -> Callable[[Any], Any]:
+        best = self._targets.get(held, [None])[0]
+        if (held, target) in self._points and target == best:
+            return Curve(self._points[held, target], self._analytical(held, target))
+        if (held, target) in self._points and held:
+            # Tried at a few rows and found worse than the best target: as much worse everywhere.
+            return _scaled(self.under(held, best), max(1.0, self._ratio((held, target), (held, best))))
+        if held == 0 and target is not None:
+            # What runs beside it has ended: as beside the collective that leaves about as many SMs, less its disturbance.
+            known = [(ctas, each[0]) for ctas, each in self._targets.items() if ctas and each[0] is not None]
+            if known:
+                near = min(known, key=lambda pair: abs((pair[1] or 0) - target))
+                tried = min((t for t in self._targets[0] if t is not None), key=lambda t: abs(t - target), default=None)
+                ratio = 1.0 if tried is None else min(1.0, self._ratio((0, tried), near))
+                return _scaled(self.under(*near), ratio)
+        near_held = min(self._targets, key=lambda ctas: abs(ctas - held))
+        known_target = min(
+            self._targets[near_held], key=lambda t: abs(self._visible(t) - self._visible(target)), default=None
+        )
+        measured, theirs, ours = (
+            self.under(near_held, known_target),
+            self._analytical(near_held, known_target),
+            self._analytical(held, target),
+        )
+        return lambda m: measured(m) * (ours(m) / theirs(m))
+
+    def _visible(self, target: int | None) -> int:
+        return self._base.gpu.sms if target is None else target
+
+    def _ratio(self, one: tuple[int, int | None], other: tuple[int, int | None]) -> float:
+        """Of measured times, at the rows that both were measured at; 1 without any."""
+        rows = self._points[one].keys() & self._points[other].keys()
+        if not rows:
+            return 1.0
+        return float(np.exp(np.mean([np.log(self._points[one][m] / self._points[other][m]) for m in sorted(rows)])))
+
+    def _analytical(self, held: int, target: int | None) -> Callable[[Any], Any]:
+        gemm = self._gemm
+
+        def us(m: Any) -> Any:
+            return self._base.gemm_us(m, gemm.n, gemm.k, sms=target, held=held, experts=gemm.experts)
+
+        return us
+
+
+def _scaled(curve: Callable[[Any], Any], factor: float) -> Callable[[Any], Any]:
+    return lambda m: curve(m) * factor
+
+
+def _key(gemm: Gemm) -> _Key:
+    return gemm.n, gemm.k, gemm.experts
+
+
+def _collectives(table: Table) -> tuple[dict[tuple[str, int], Curve], dict[int, int]]:
+    """(kind, CTAs) -> curve over tokens; CTAs -> cluster. "beside" was measured at few sizes: the times alone, scaled."""
+    points: dict[tuple[str, int], dict[float, float]] = {}
+    clusters: dict[int, int] = {}
+    for point, us in table.of(CollectivePoint).items():
+        points.setdefault((point.kind, point.ctas), {})[point.tokens] = us
+        if point.ctas:
+            clusters[point.ctas] = point.cluster
+    curves = {key: Curve(times) for key, times in points.items() if key[0] != "beside"}
+    for ctas in clusters:
+        alone, beside = points["alone", ctas], points.get(("beside", ctas), {})
+        at = sorted(beside)
+        slower = [max(1.0, beside[tokens] / float(curves["alone", ctas](tokens))) for tokens in at] or [1.0]
+        scaled = {
+            tokens: us * float(np.interp(np.log(tokens), np.log(at), slower) if at else slower[0])
+            for tokens, us in alone.items()
+        }
+        curves["beside", ctas] = Curve(scaled)
+    return curves, clusters
+
+
+def _streams(table: Table, config: ModelConfig, qkv: int, inner: int) -> dict[float, float]:
+    """Bytes -> us of the kernels that memory bounds. Rope reads and writes q, k and v; the activation reads two, writes one."""
+    row_bytes = {"rope": 2 * BYTES * qkv, "activation": 3 * BYTES * inner * max(1, config.experts_per_token)}
+    times: dict[float, float] = {}
+    for point, us in table.of(StreamPoint).items():
+        if point.name in row_bytes:
+            times[point.rows * row_bytes[point.name]] = us
+    return times
+
+
+def find_profile(config: ModelConfig, machine: Machine) -> Costs | None:
+    """This machine's measured costs of a model, if `tokenweave tune` has left a table that holds here; the log says once what
+    is used, or why not. Several ranks ask :func:`tokenweave.tuning.find.agreed_profile`.
+
+    Args:
+        config: the model.
+        machine: the analytical machine: this one.
+
+    Returns:
+        None: the analytical machine is all there is.
+    """
+    from tokenweave.tuning.find import agreed_profile  # looks at devices
+
+    return agreed_profile(config, machine, None)

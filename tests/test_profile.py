@@ -1,0 +1,196 @@
+"""Costs from a measured table: measured times come back, what lies between is sound, and plans are made of them."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenweave.errors import ProfileError
+from tokenweave.planning import Mode, Planner
+from tokenweave.planning.machine import machine_of
+from tokenweave.planning.profile import Profile
+from tokenweave.planning.profile_curves import Curve, Surface, never_falling
+from tokenweave.planning.profile_table import AllReducePoint, CollectivePoint, GemmPoint, StreamPoint, Table
+from tokenweave.planning.waves import attention_gemms, mlp_gemms
+from tuning_cases import LLAMA, FakePieces, h200, identity_of, setting_of, table_of
+
+MACHINE = h200()
+SETTING = setting_of(MACHINE)
+EXACT = Profile(table_of(FakePieces(MACHINE, factor=1.25), SETTING), LLAMA, MACHINE)
+NOISY_TABLE = table_of(FakePieces(MACHINE, noise=0.15), SETTING)
+NOISY = Profile(NOISY_TABLE, LLAMA, MACHINE)
+GEMMS = {g.name: g for g in (*attention_gemms(LLAMA, 2), *mlp_gemms(LLAMA, 2))}
+
+times = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=30)
+
+
+@given(times)
+def test_never_falling_is_sorted_near_and_keeps_what_is_sorted(values):
+    result = never_falling(values)
+    assert len(result) == len(values)
+    assert (np.diff(result) >= -1e-9 * max(values)).all()
+    assert math.isclose(result.sum(), sum(values), rel_tol=1e-9)
+    assert min(values) <= result.min() * (1 + 1e-12)
+    assert result.max() <= max(values) * (1 + 1e-12)
+    rising = sorted(values)
+    assert never_falling(rising) == pytest.approx(rising)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.dictionaries(st.integers(1, 5000), st.floats(0.1, 1e4), min_size=1, max_size=12),
+    st.lists(st.integers(1, 20000), min_size=1, max_size=50),
+    st.sampled_from([None, lambda m: np.ceil(np.asarray(m) / 100) * 7.0, lambda m: np.ones(np.shape(m))]),
+)
+def test_a_curve_never_falls_and_goes_through_its_points(points, at, shape):
+    curve = Curve(points, shape)
+    xs = np.array(sorted(at))
+    values = curve(xs)
+    assert values.shape == xs.shape
+    assert (np.diff(values) >= -1e-9 * max(points.values())).all()
+    for x, value in zip(xs, values, strict=True):
+        assert float(curve(int(x))) == value, "a number is as an array of it"
+    order = sorted(points)
+    assert np.allclose(curve(np.array(order)), never_falling([points[x] for x in order]))
+
+
+def test_a_curve_has_steps_where_its_shape_has_them():
+    steps = Curve({100: 10.0, 300: 30.0}, lambda m: np.ceil(np.asarray(m) / 128) * 1.0)
+    assert [float(steps(m)) for m in (100, 128, 129, 256, 257, 300)] == [10, 10, 20, 20, 30, 30]
+    assert float(steps(768)) == 60, "beyond the last point as its shape goes on"
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.floats(1, 1e3)), min_size=1, max_size=20))
+def test_a_surface_never_falls_in_either_direction(points):
+    surface = Surface({(x * 100.0, y * 50.0): us for x, y, us in points}, 1.0)
+    xs, ys = np.meshgrid(np.linspace(1, 800, 23), np.linspace(0, 400, 19), indexing="ij")
+    values = surface(xs, ys)
+    assert (np.diff(values, axis=0) >= -1e-9 * values.max()).all()
+    assert (np.diff(values, axis=1) >= -1e-9 * values.max()).all()
+
+
+def test_measured_times_come_back():
+    """Exactly where nothing is smoothed: of a machine whose times never fall."""
+    for point, us in EXACT.table.times.items():
+        if isinstance(point, GemmPoint) and not (point.target and point.ctas == 0):
+            gemm = GEMMS[point.name]
+            got = EXACT.gemm_us(point.rows, gemm.n, gemm.k, sms=point.target, held=point.ctas)
+            best = EXACT._gemms[gemm.n, gemm.k, 1].targets(point.ctas)[0]
+            if point.target == best:
+                assert got == pytest.approx(us, rel=1e-9), point
+            else:  # known from a few rows: as much slower everywhere as there on average, never faster
+                assert got >= EXACT.gemm_us(point.rows, gemm.n, gemm.k, sms=best, held=point.ctas), point
+                assert got == pytest.approx(us, rel=0.25), point
+        elif isinstance(point, CollectivePoint) and point.kind in ("alone", "beside"):
+            got = EXACT.collective_us(point.tokens, LLAMA.hidden, point.ctas, alone=False)
+            assert got == pytest.approx(us * (1.1 if point.kind == "alone" else 1.0), rel=1e-4), point
+        elif isinstance(point, AllReducePoint):
+            got = EXACT.all_reduce_us(point.tokens, LLAMA.hidden) + EXACT.norm_us(point.tokens, LLAMA.hidden)
+            assert got == pytest.approx(us), point
+        elif isinstance(point, StreamPoint) and point.name == "norm":
+            assert EXACT.norm_us(point.rows, LLAMA.hidden) == pytest.approx(us), point
+
+
+@pytest.mark.parametrize("rows", [1, 100, 1000, 3000, 7777, 20000, 100000])
+def test_between_the_points_a_distorted_machine_is_found_again(rows):
+    """The table of a machine that is 1.25 times as slow describes just that machine, at rows that were not measured too."""
+    for gemm in GEMMS.values():
+        for held, target in [(0, None), *((c, EXACT.sm_targets(c)[0]) for c in EXACT.ctas)]:
+            got = EXACT.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held)
+            true = 1.25 * MACHINE.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held)
+            assert got == pytest.approx(true, rel=0.05), (gemm, held, target)
+    for ctas in EXACT.ctas:
+        true = 1.25 * 1.1 * MACHINE.collective_us(rows, LLAMA.hidden, ctas)
+        assert EXACT.collective_us(rows, LLAMA.hidden, ctas) == pytest.approx(true, rel=0.1)
+    reads, pairs = rows, rows * (rows + 1) / 2
+    true = 1.25 * MACHINE.attention_us(pairs, reads, 2048, 512)
+    assert EXACT.attention_us(pairs, reads, 2048, 512) == pytest.approx(true, rel=0.15)
+    assert EXACT.attention_us(pairs, reads, 2048, 512, rows=rows) == pytest.approx(true, rel=0.15)
+
+
+def test_nothing_falls_with_more_work():
+    rows = np.arange(1, 20000, 37)
+    for gemm in GEMMS.values():
+        for held in (0, *NOISY.ctas):
+            for target in NOISY.sm_targets(held):
+                us = NOISY.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held)
+                assert (np.diff(us) >= -1e-6).all(), (gemm, held, target)
+    for ctas in (None, *NOISY.ctas):
+        assert (np.diff(NOISY.collective_us(rows, LLAMA.hidden, ctas)) >= -1e-6).all()
+    for us in (NOISY.norm_us(rows, LLAMA.hidden), NOISY.stream_us(rows * 1e5)):
+        assert (np.diff(us) >= -1e-6).all()
+    # A prompt that grows, and a chunk behind a context that grows.
+    assert (np.diff(NOISY.attention_us(rows * (rows + 1) / 2, rows, 2048, 512, rows=rows)) >= -1e-6).all()
+    assert (np.diff(NOISY.attention_us(512.0 * rows + 512 * 513 / 2, rows + 512, 2048, 512, rows=512)) >= -1e-6).all()
+
+
+def test_arrays_and_numbers_are_the_same():
+    rows = np.array([[64, 700], [5000, 9000]])
+    held = np.array([2, 8])
+    gemm = GEMMS["qkv"]
+    sms = np.array([float(NOISY.sm_targets(2)[0]), float(NOISY.sm_targets(8)[0])])
+    table = NOISY.gemm_us(rows, gemm.n, gemm.k, sms=sms, held=held)
+    for i in range(2):
+        for j in range(2):
+            one = NOISY.gemm_us(int(rows[i, j]), gemm.n, gemm.k, sms=int(sms[j]), held=int(held[j]))
+            assert table[i, j] == one
+    ctas = np.array([4, 12])
+    table = NOISY.collective_us(rows, LLAMA.hidden, ctas)
+    assert all(
+        table[i, j] == NOISY.collective_us(int(rows[i, j]), LLAMA.hidden, int(ctas[j]))
+        for i in range(2)
+        for j in range(2)
+    )
+
+
+def test_what_was_not_measured_follows_the_analytical_machine():
+    head = EXACT.gemm_us(64, 64128, 4096)
+    assert head == pytest.approx(1.25 * MACHINE.gemm_us(64, 64128, 4096), rel=1e-6)
+    assert EXACT.collective_us(512, 8192, 8) == MACHINE.collective_us(512, 8192, 8)
+    six = EXACT.collective_us(4096, LLAMA.hidden, 6)
+    assert EXACT.collective_us(4096, LLAMA.hidden, 8) < six < EXACT.collective_us(4096, LLAMA.hidden, 4)
+    gemm = GEMMS["down"]
+    assert EXACT.gemm_us(4096, gemm.n, gemm.k, sms=126, held=6) >= EXACT.gemm_us(4096, gemm.n, gemm.k)
+
+
+def test_few_rows_of_a_fused_step_go_in_one_shot():
+    assert EXACT.collective_us(64, LLAMA.hidden, 8, alone=True) == pytest.approx(
+        EXACT.table.times[CollectivePoint("oneshot", 64)]
+    )
+    assert EXACT.collective_us(513, LLAMA.hidden, 8, alone=True) == EXACT._collectives["alone", 8](513)
+    assert EXACT.collective_us(64, LLAMA.hidden, 8) == pytest.approx(EXACT._collectives["beside", 8](64))
+
+
+def test_a_planner_over_a_table_predicts_what_was_measured():
+    for tokens in (64, 777, 2048, 10000):
+        measured = Planner(LLAMA, costs=EXACT, mode="auto").explain(tokens)
+        described = Planner(LLAMA, costs=MACHINE, mode="auto").explain(tokens)
+        for mode in ("sequential", "no_comm"):
+            ratio = measured.predicted_ms[mode] / described.predicted_ms[mode]
+            assert ratio == pytest.approx(1.25, rel=0.03), (tokens, mode)
+    planner = Planner(LLAMA, costs=NOISY, mode="auto")
+    for tokens in (1, 2, 100, 5000, 16384):
+        plan = planner.plan(tokens)
+        if plan.mode is Mode.WOVEN:
+            assert plan.ctas in NOISY.ctas
+            assert plan.cluster == NOISY.cluster(plan.ctas)
+
+
+def test_signatures_tell_tables_and_machines_apart():
+    again = Profile(Table(identity_of(), dict(NOISY_TABLE.times)), LLAMA, MACHINE)
+    assert again.signature == NOISY.signature
+    assert (
+        len({again.signature, EXACT.signature, Profile(NOISY_TABLE, LLAMA, machine_of("h100", 2, "p2p")).signature})
+        == 3
+    )
+
+
+@pytest.mark.parametrize("kind", ["gemm", "stream", "all_reduce", "attention"])
+def test_a_table_that_lacks_a_part_is_refused(kind):
+    from tokenweave.planning.profile_table import KINDS
+
+    rest = {p: us for p, us in NOISY_TABLE.times.items() if type(p) is not KINDS[kind]}
+    with pytest.raises(ProfileError, match=r"the table lacks points that a plan needs: .*; run `tokenweave tune` again"):
+        Profile(Table(identity_of(), rest), LLAMA, MACHINE)
