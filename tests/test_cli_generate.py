@@ -14,6 +14,8 @@ from tiny_llama import save_tiny_llama
 from tokenweave import LLM, SamplingParams
 from tokenweave.cli import generate
 from tokenweave.cli.main import main
+from tokenweave.engine import build as engine_build
+from tokenweave.engine import local
 
 CLI = Path(sys.executable).parent / "tokenweave"
 
@@ -95,6 +97,15 @@ def test_mode_beats_the_environment(model, environment, arguments, mode, monkeyp
     )
     (answer,) = json.loads(capsys.readouterr().out)
     assert mode is None or set(answer["mode_counts"]) == {mode}
+
+
+@pytest.mark.parametrize(("option", "graphs"), [([], True), (["--no-graphs"], False)])
+def test_graphs_can_be_switched_off(model, option, graphs, monkeypatch, capsys):
+    given = []
+    build = engine_build.build_engine
+    monkeypatch.setattr(local, "build_engine", lambda args, **more: given.append(args) or build(args, **more))
+    assert main(["generate", "--model", str(model), "--prompt", "w1", "--max-tokens", "1", *option]) == 0
+    assert [args.graphs for args in given] == [graphs]
 
 
 def test_a_mode_of_the_environment_is_checked(model, monkeypatch, capsys):

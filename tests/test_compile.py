@@ -276,6 +276,19 @@ def test_command_prints_json(cache, capsys):
     assert len(list(cache.iterdir())) == 5
 
 
+def test_command_compiles_the_models_kernels_too(monkeypatch, capsys):
+    from tokenweave.cli import compile as command
+
+    monkeypatch.setattr(command, "_resources", lambda kernel, arch: (40, 8 * (kernel.name == "silu_mul"), 0))
+    assert main(["compile", "--ranks", "2,8", "--hidden", "4096", "--dtype", "bf16"]) == 2
+    out, err = capsys.readouterr()
+    shown = [line.split() for line in out.splitlines()]
+    assert ["rope_cache", "-", "-", "-", "bfloat16", "16+4", "heads", "of", "128", "256", "40", "0", "0", "0"] in shown
+    assert sum(line[0] == "rope_cache" for line in shown) == 2, "Llama's and Mixtral's are the same"
+    assert sum(line[0] == "silu_mul" for line in shown) == 1
+    assert "most of all silu_mul" in err
+
+
 def test_command_with_several_jobs_prints_a_table(cache, capsys):
     assert (
         main(["compile", "--arch", "sm_80", "--ranks", "2,3", "--hidden", "64", "--dtype", "fp16,fp32", "--jobs", "2"])

@@ -98,7 +98,7 @@ class LLM:
         model: Hugging Face folder (config.json, *.safetensors) or GGUF file.
         seed: from which the seeds of requests without one are made, together with their number.
         show_progress: a bar on stderr while the weights load.
-        tensor_parallel_size, dtype, device, mode, max_batch_tokens, max_num_seqs, cache_tokens, max_context: as
+        tensor_parallel_size, dtype, device, mode, max_batch_tokens, max_num_seqs, cache_tokens, max_context, graphs: as
             :class:`tokenweave.engine.build.EngineArgs`.
 
     Attributes:
@@ -124,6 +124,7 @@ class LLM:
         seed: int = 0,
         device: str = "auto",
         show_progress: bool | None = None,
+        graphs: bool = True,
     ) -> None:
         from tokenweave.models import load_tokenizer
         from tokenweave.models.config import read_model_config
@@ -139,6 +140,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             cache_tokens=cache_tokens,
             max_context=max_context,
+            graphs=graphs,
         )
         if show_progress is None:
             show_progress = sys.stderr.isatty()

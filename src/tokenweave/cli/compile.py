@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
-    from tokenweave.collective.compile import Kernel
+    from tokenweave.collective.compile import Instantiation
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _COLUMNS = (
@@ -47,28 +47,31 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what each kernel takes; 2 if a main variant spills registers."""
-    from tokenweave.collective.instantiations import ARCHITECTURES, HIDDEN, MAIN_OPTIONS, instantiations, option_names
+    from tokenweave.collective.instantiations import ARCHITECTURES, HIDDEN, instantiations
+    from tokenweave.models.instantiations import model_kernels
 
     if args.arch not in ARCHITECTURES:
         raise RequestError(f"--arch {args.arch!r}; expected one of {', '.join(ARCHITECTURES)}")
     ranks = _numbers("--ranks", args.ranks, range(2, 9))
-    hidden = _numbers("--hidden", args.hidden, range(8, 16385, 8)) if args.hidden else list(HIDDEN)
-    kernels = list(instantiations(args.arch, ranks, hidden, _dtypes(args.dtype), every=args.all))
+    hidden = _numbers("--hidden", args.hidden, range(8, 16385, 8)) if args.hidden else None
+    dtypes = _dtypes(args.dtype)
+    kernels: list[Instantiation] = [
+        *instantiations(args.arch, ranks, hidden or HIDDEN, dtypes, every=args.all),
+        *model_kernels(ranks, hidden, dtypes),
+    ]
     if not args.json:
         print(_line(_COLUMNS))
     rows = []
     for kernel, (registers, spills, static) in zip(kernels, _compiled(kernels, args.arch, args.jobs), strict=True):
         row = {
             "kernel": kernel.name,
-            "options": option_names(kernel.options),
-            "main": kernel.options == MAIN_OPTIONS,
             "threads": kernel.threads,
             "registers": registers,
             "spills": spills,
             "static": static,
             "dynamic": kernel.dynamic_shared_bytes,
         }
-        rows.append({**asdict(kernel), **row})
+        rows.append({**_sizes(kernel), **row})
         if not args.json:
             print(_line([str(rows[-1][column]) for column in _COLUMNS]), flush=True)
     spilling = [row for row in rows if row["main"] and row["spills"]]
@@ -80,13 +83,33 @@ def run(args: argparse.Namespace) -> int:
         worst = max(spilling, key=lambda row: row["spills"])
         print(
             f"tokenweave: {len(spilling)} main variants spill registers, most of all {worst['kernel']} with "
-            f"{worst['ranks']} ranks, hidden {worst['hidden']}, {worst['dtype']}: {worst['spills']} bytes",
+            f"{worst['ranks']} ranks, hidden {worst['hidden']}, {worst['dtype']}, {worst['options']}: "
+            f"{worst['spills']} bytes",
             file=sys.stderr,
         )
     return 2 if spilling else 0
 
 
-def _compiled(kernels: list[Kernel], arch: str, jobs: int) -> Iterator[tuple[int, int, int]]:
+def _sizes(kernel: Instantiation) -> dict[str, Any]:
+    """What the kernel is compiled for; "-" where it has no such number."""
+    from tokenweave.collective.compile import Kernel
+    from tokenweave.collective.instantiations import MAIN_OPTIONS, option_names
+    from tokenweave.models.instantiations import sizes_text
+    from tokenweave.models.kernels import RowKernel
+
+    if isinstance(kernel, Kernel):
+        named = {"options": option_names(kernel.options), "main": kernel.options == MAIN_OPTIONS}
+        return {**asdict(kernel), **named}
+    assert isinstance(kernel, RowKernel)
+    return {
+        **dict.fromkeys(("ranks", "rank", "hidden"), "-"),
+        "dtype": kernel.dtype,
+        "options": sizes_text(kernel),
+        "main": True,
+    }
+
+
+def _compiled(kernels: list[Instantiation], arch: str, jobs: int) -> Iterator[tuple[int, int, int]]:
     """(registers a thread, spilled bytes, static shared bytes) of each, in order. NVRTC gains nothing from threads."""
     resources = functools.partial(_resources, arch=arch)
     jobs = max(1, min(jobs, len(kernels), os.cpu_count() or 1))
@@ -97,7 +120,7 @@ def _compiled(kernels: list[Kernel], arch: str, jobs: int) -> Iterator[tuple[int
         yield from pool.map(resources, kernels, chunksize=1)
 
 
-def _resources(kernel: Kernel, arch: str) -> tuple[int, int, int]:
+def _resources(kernel: Instantiation, arch: str) -> tuple[int, int, int]:
     from tokenweave.collective.compile import compile_kernel
 
     compiled = compile_kernel(kernel, arch)

@@ -44,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--max-batch-tokens", type=int, default=2048, metavar="N", help="most rows of a step; default %(default)s"
     )
+    parser.add_argument("--no-graphs", action="store_true", help="run every step launch by launch, not as CUDA graphs")
     parser.add_argument("--json", action="store_true", help="print a JSON list with one object a prompt")
 
 
@@ -66,7 +67,13 @@ def run(args: argparse.Namespace) -> int:
         print(token.text, end="", flush=True)
 
     with LLM(
-        args.model, tp, dtype=args.dtype, mode=args.mode, max_batch_tokens=args.max_batch_tokens, seed=args.seed
+        args.model,
+        tp,
+        dtype=args.dtype,
+        mode=args.mode,
+        max_batch_tokens=args.max_batch_tokens,
+        seed=args.seed,
+        graphs=not args.no_graphs,
     ) as llm:
         on_token = show if streams else None
         if args.chat:
