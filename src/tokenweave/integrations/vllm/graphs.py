@@ -38,9 +38,12 @@ Key = tuple[object, ...]
 
 @dataclass
 class _Graph:
+    """``uses``: steps that asked for it. ``warm``: it has run launch by launch once."""
+
     cut: Cut
     addresses: tuple[int, ...]
     uses: int = 0
+    warm: bool = False
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -96,7 +99,7 @@ class Graphs:
         """
         if found.graph is None:
             found.cut = dataclasses.replace(found.cut, tables=dataclasses.replace(found.cut.tables, metadata=metadata))
-            if found.uses < 2:
+            if not found.warm:
                 self._eagerly(found)
                 return False
             self._capture(found)
@@ -161,6 +164,7 @@ class Graphs:
         with torch.cuda.stream(self._stream):
             self._walk(found)
         current.wait_stream(self._stream)
+        found.warm = True
 
     def _capture(self, found: _Graph) -> None:
         gc.collect()  # what a collection destroys while a stream captures could break the capture

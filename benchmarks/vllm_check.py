@@ -1,0 +1,269 @@
+"""One start of vLLM on GPUs with the plugin on: are woven and fused steps right, and how long do they take?
+
+    TOKENWEAVE=1 python benchmarks/vllm_check.py --layers 32 --tokens 1024,2048,4096,8192 --json check.json
+
+The model is random (the shape of Llama-3.1-8B, or of ``--config``); its mode is switched in the running engine, so that all
+modes share weights, cache and clocks. ``stock`` is vLLM's own path in the same engine.
+
+Correctness: batches of prompts of random lengths, prefilled in chunks beside decodes, with every mode; what is compared are
+log-probabilities of the first tokens, and the share of equal greedy tokens. A prefix that a second request of the same step
+hits is one of the batches. Speed: one prompt and one token, in rounds of all modes in random order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the workers
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    },
+    "llama-70b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    },
+    "small-64": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "vocab_size": 32000, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    },
+    "qwen2-7b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+        "vocab_size": 32000, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
+    },
+}  # fmt: skip
+
+MODES = ("stock", "fused", "woven")
+
+
+# ---- on the workers; a runtime's sequential mode is vLLM's own path
+
+
+def _switch(worker: Any, mode: str) -> None:
+    worker.model_runner.model.tokenweave.use("sequential" if mode == "stock" else mode)
+
+
+def _randomise(worker: Any) -> None:
+    """Weights at which every layer matters: vLLM's dummy weights leave the residual almost as the embedding made it."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    own, shared = (torch.Generator("cuda").manual_seed(seed) for seed in (rank + 1, 1000))
+    with torch.inference_mode():
+        for name, parameter in worker.model_runner.model.named_parameters():
+            data = parameter.data
+            if "norm" in name:
+                data.copy_(1 + 0.1 * torch.randn(data.shape, generator=shared, device=data.device))
+            elif "gate.weight" in name:  # a router is the same on all ranks
+                data.copy_(torch.randn(data.shape, generator=shared, device=data.device) * data.shape[-1] ** -0.5)
+            elif data.is_floating_point() and data.dim() >= 2:
+                for part in data.view(-1, data.shape[-1]).split(8192):
+                    part.copy_(torch.randn(part.shape, generator=own, device=data.device) * data.shape[-1] ** -0.5)
+            elif data.is_floating_point():
+                data.copy_(0.1 * torch.randn(data.shape, generator=own, device=data.device))
+
+
+def _state(worker: Any) -> dict[str, Any]:
+    import torch
+
+    runtime = worker.model_runner.model.tokenweave
+    return {
+        "steps": runtime.steps.line(),
+        "off": str(runtime.off),
+        "transport": runtime.workspace.transport,
+        "graphs": 0 if runtime.graphs is None else len(runtime.graphs),
+        "reasons": {str(reason): count for reason, count in runtime.steps.reasons.items()},
+        "allocated_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
+        "reserved_gib": round(torch.cuda.memory_reserved() / 2**30, 2),
+        "free_gib": round(torch.cuda.mem_get_info()[0] / 2**30, 2),
+    }
+
+
+# ---- in this process
+
+
+class Check:
+    """A running engine and the figures so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        config = {**SHAPES[options.shape], "max_position_embeddings": 131072, "hidden_act": "silu",
+                  "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+        config["num_hidden_layers"] = options.layers or config["num_hidden_layers"]
+        self.vocab = config["vocab_size"]
+        folder = Path(tempfile.mkdtemp(prefix="tokenweave-check-"))
+        (folder / "config.json").write_text(json.dumps(config))
+        began = time.perf_counter()
+        self.llm = LLM(
+            str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            tensor_parallel_size=options.tp,
+            max_model_len=options.max_model_len,
+            gpu_memory_utilization=0.8,
+            seed=0,
+            **json.loads(options.engine),
+        )
+        self.result: dict[str, Any] = {"shape": options.shape, "layers": config["num_hidden_layers"], "tp": options.tp}
+        self.result["start_s"] = round(time.perf_counter() - began, 1)
+        self.llm.collective_rpc(_randomise)
+
+    def switch(self, mode: str) -> None:
+        self.llm.reset_prefix_cache()
+        self.llm.collective_rpc(_switch, args=(mode,))
+
+    def generate(self, prompts: list[list[int]], tokens: int, logprobs: int | None = None) -> list[Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        answers = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        return [answer.outputs[0] for answer in answers]
+
+    def prompt(self, generator: random.Random, tokens: int) -> list[int]:
+        return [generator.randrange(10, self.vocab) for _ in range(tokens)]
+
+    def layouts(self, count: int, tokens: int) -> None:
+        """Random batches in all modes against stock."""
+        generator = random.Random(1)
+        worst = dict.fromkeys(MODES, 0.0)
+        equal, total = dict.fromkeys(MODES, 0), 0
+        for number in range(count):
+            batch = [self.prompt(generator, self.length(generator)) for _ in range(generator.choice((1, 2, 3, 8, 24)))]
+            if number % 5 == 4:  # a second request whose beginning the first one writes in the same step
+                first = self.prompt(generator, 1500)
+                batch = [first, first[:1400] + self.prompt(generator, 30), *batch[:2]]
+            answers = {}
+            for mode in ("stock", *MODES):  # stock twice: what two runs of the same differ by
+                self.switch(mode)
+                answers[mode if mode not in answers else "again"] = self.generate(batch, tokens, logprobs=5)
+            total += sum(len(answer.token_ids) for answer in answers["stock"])
+            for mode, name in (("stock", "again"), ("fused", "fused"), ("woven", "woven")):
+                difference, same = _compare(answers["stock"], answers[name])
+                worst[mode] = max(worst[mode], difference)
+                equal[mode] += same
+        self.result["layouts"] = {
+            mode: {"largest_logprob_difference": round(worst[mode], 4), "equal_tokens": round(equal[mode] / total, 4)}
+            for mode in MODES
+        }
+        print("LAYOUTS", json.dumps(self.result["layouts"]), flush=True)
+
+    def length(self, generator: random.Random) -> int:
+        return generator.choice((1, 17, 100, 513, 640, 1024, 1500, 3000)) + generator.randrange(130)
+
+    def latency(self, sizes: list[int], rounds: int, modes: tuple[str, ...]) -> None:
+        """Wall ms of one prompt and one token, medians, and the ratio stock / mode with its 95 % interval."""
+        generator = random.Random(2)
+        table: dict[str, Any] = {}
+        for size in sizes:
+            times: dict[str, list[float]] = {mode: [] for mode in modes}
+            for round_ in range(-4, rounds):
+                for mode in generator.sample(modes, len(modes)):
+                    self.switch(mode)
+                    prompt = self.prompt(generator, size)
+                    began = time.perf_counter()
+                    self.generate([prompt], 1)
+                    if round_ >= 0:
+                        times[mode].append((time.perf_counter() - began) * 1e3)
+            row = {mode: {"ms": round(statistics.median(times[mode]), 3)} for mode in modes}
+            for mode in modes[1:]:
+                ratios = [a / b for a, b in zip(times[modes[0]], times[mode], strict=True)]
+                spread = 1.96 * statistics.stdev(ratios) / len(ratios) ** 0.5
+                row[mode]["speedup"] = round(statistics.mean(ratios), 4)
+                row[mode]["interval"] = round(spread, 4)
+            table[str(size)] = row
+            print("LATENCY", size, json.dumps(row), flush=True)
+        self.result["latency"] = table
+
+    def requests(self, count: int) -> None:
+        """Many requests of mixed lengths at once, in auto mode: none may hang, and nothing may leak."""
+        generator = random.Random(3)
+        self.switch("auto")
+        prompts = [self.prompt(generator, self.length(generator)) for _ in range(count)]
+        for turn in range(2):
+            began = time.perf_counter()
+            answers = self.generate(prompts, 16)
+            seconds = time.perf_counter() - began
+            print("REQUESTS", count, f"{seconds:.1f} s", json.dumps(self.state()), flush=True)
+            self.result[f"requests_{turn}"] = {"count": len(answers), "seconds": round(seconds, 2), **self.state()}
+
+    def state(self) -> dict[str, Any]:
+        return self.llm.collective_rpc(_state)[0]
+
+
+def _compare(stock: list[Any], other: list[Any]) -> tuple[float, int]:
+    """(largest difference of a log-probability of the first token, equal tokens before the first different one)."""
+    worst, same = 0.0, 0
+    for a, b in zip(stock, other, strict=True):
+        first, second = a.logprobs[0], b.logprobs[0]
+        both = set(first) & set(second)
+        worst = max([worst, *(abs(first[token].logprob - second[token].logprob) for token in both)])
+        if not both:
+            worst = float("inf")
+        for x, y in zip(a.token_ids, b.token_ids, strict=True):
+            if x != y:
+                break
+            same += 1
+    return worst, same
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=0, help="default: all of the shape's")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--tokens", default="512,1024,2048,4096,8192", help="prompt lengths to time; empty for none")
+    parser.add_argument("--modes", default="stock,fused,woven,auto")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--layouts", type=int, default=20, help="random batches to compare")
+    parser.add_argument("--requests", type=int, default=0, help="requests of the endurance run")
+    parser.add_argument("--max-model-len", type=int, default=16400)
+    parser.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
+    parser.add_argument("--json", help="file for the figures")
+    options = parser.parse_args()
+    check = Check(options)
+    print("START", json.dumps(check.result), json.dumps(check.state()), flush=True)
+    try:
+        if options.layouts:
+            check.layouts(options.layouts, 8)
+        if options.tokens:
+            sizes = [int(size) for size in options.tokens.split(",")]
+            check.latency(sizes, options.rounds, tuple(options.modes.split(",")))
+        if options.requests:
+            check.requests(options.requests)
+    finally:
+        check.result["state"] = check.state()
+        print("STATE", json.dumps(check.result["state"]), flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(check.result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
