@@ -34,7 +34,7 @@ def prepare() -> None:
     )  # else a graph that outlives a profile can crash the next one
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     if torch.cuda.is_available():
-        with profile(activities=[ProfilerActivity.CUDA]):
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
             torch.cuda.synchronize()
 
 
@@ -92,7 +92,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             # The CPU's communication stream is a thread that was there before.
             config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True) if not gpu else None
-            profiler = stack.enter_context(profile(activities=activities, experimental_config=config))
+            profiler = stack.enter_context(profile(activities=activities, experimental_config=config, acc_events=True))
             if gpu and ahead:
                 torch.cuda._sleep(_SLEEP_CYCLES)
             dist.all_reduce(meet, group=self.group)
