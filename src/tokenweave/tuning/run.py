@@ -78,10 +78,12 @@ def tune(
 def progress_bar(show: bool) -> Iterator[Progress]:
     """A bar on stderr; ``show`` on one rank only."""
     with tqdm(unit="point", disable=not show, leave=False, dynamic_ncols=True) as bar:
+        shown = [""]
 
         def progress(done: int, total: int, name: str) -> None:
             bar.total = max(total, done)
-            bar.set_description(name, refresh=False)
+            bar.set_description(name, refresh=name != shown[0])
+            shown[:] = [name]
             bar.update(done - bar.n)
 
         yield progress

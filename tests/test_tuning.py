@@ -1,0 +1,375 @@
+"""The tuner without GPUs: what it measures and when it stops, what an interruption leaves, and how ranks find one table."""
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from tokenweave.errors import ProfileError, RequestError
+from tokenweave.planning import Planner
+from tokenweave.planning.profile_table import CollectivePoint, GemmPoint, Table, read_table, write_table
+from tokenweave.tuning import find
+from tokenweave.tuning.find import agreed_profile, profile_path
+from tokenweave.tuning.identity import driver_version
+from tokenweave.tuning.run import partial_path, progress_bar, tune
+from tokenweave.tuning.schedule import GEMMS, PHASES, TARGET_ROWS, best_target, planned, steps
+from tokenweave.tuning.tuner import Tuner
+from tuning_cases import LLAMA, FakeClock, FakePieces, h200, identity_of, setting_of, table_of
+
+MACHINE = h200()
+SETTING = setting_of(MACHINE)
+OPTIONAL = [phase.name for phase in PHASES if phase.optional]
+
+
+def _tuner(pieces, clock=lambda: 0.0, seconds=1e9, setting=SETTING, progress=lambda *_: None):
+    return Tuner(setting, pieces, list, clock, seconds, progress)
+
+
+# ---- the schedule
+
+
+def test_rows_are_dense_where_gemms_have_steps_and_end_with_the_longest_step():
+    assert steps(((256, 64), (1024, 256)), 1024) == [64, 128, 192, 256, 512, 768, 1024]
+    assert steps(((256, 64), (1024, 256)), 700) == [64, 128, 192, 256, 512, 700]
+    assert steps(((256, 64), (1024, 256)), 5000)[-1] == 5000
+
+
+def test_everything_is_measured_once_at_first_in_what_matters_most():
+    pieces, told = FakePieces(MACHINE), []
+    tuner = _tuner(pieces, progress=lambda done, total, name: told.append((done, total, name)))
+    times = tuner.run()
+    assert len(pieces.asked) == len(set(pieces.asked)) == len(times)
+    assert abs(len(times) - planned(SETTING)) <= 0.05 * len(times), "the bar's total is about right"
+    assert told[-1] == (len(times), len(times), "done")
+    assert [done for done, _, _ in told[:-1]] == list(range(len(times)))
+    free = {
+        name: [p.rows for p in times if isinstance(p, GemmPoint) and p.name == name and not p.ctas] for name in GEMMS
+    }
+    for rows in free.values():
+        assert {1, 64, 128, 2048, 4096, 16384} <= set(rows)
+    for ctas, cluster in SETTING.blocks:
+        assert CollectivePoint("alone", 16384, ctas, cluster) in times
+        assert CollectivePoint("beside", 1536, ctas, cluster) in times
+        for name in GEMMS:
+            told_of = {p.target for p in times if isinstance(p, GemmPoint) and p.name == name and p.ctas == ctas}
+            assert {None, 132 - ctas} <= told_of
+
+
+def test_the_points_fit_into_the_time_that_the_tuner_has():
+    """At 10 ms a point, which is generous for all but the longest, they take half a minute less than the limit of 90 s."""
+    assert planned(SETTING) * 0.02 < 60
+
+
+def test_short_steps_need_fewer_points():
+    small = setting_of(MACHINE, max_tokens=512)
+    assert planned(small) < planned(SETTING) / 2
+    table_of(FakePieces(MACHINE), small)
+
+
+def test_the_best_target_of_each_gemm_is_measured_in_full():
+    """The third target is made the fastest, for one GEMM beside one collective."""
+
+    class Odd(FakePieces):
+        def true_us(self, point):
+            us = super().true_us(point)
+            if isinstance(point, GemmPoint) and (point.name, point.ctas, point.target) == ("o", 8, 116):
+                us *= 0.5
+            return us
+
+    times = _tuner(Odd(MACHINE)).run()
+    assert best_target(SETTING, times, "o", 8) == 116
+    rows = {
+        target: len([p for p in times if isinstance(p, GemmPoint) and (p.name, p.ctas, p.target) == ("o", 8, target)])
+        for target in SETTING.targets(8)
+    }
+    assert rows[116] > 20
+    assert rows[124] == rows[None] == len(TARGET_ROWS)
+
+
+def test_mixtures_are_measured_by_rows_of_an_expert():
+    setting = setting_of(MACHINE, experts=8, experts_per_token=2)
+    points = [p for phase in PHASES for p in phase.points(setting, {}) if isinstance(p, GemmPoint)]
+    assert max(p.rows for p in points if p.name == "qkv") == 16384
+    assert max(p.rows for p in points if p.name == "gate_up") == 4096
+
+
+def test_optional_phases_end_when_time_is_up():
+    clock = FakeClock()
+    whole = _tuner(FakePieces(MACHINE, clock=clock, cost=0.01), clock, 1e9)
+    whole.run()
+    needed = clock.now
+    for share in (0.2, 0.9):
+        clock = FakeClock()
+        tuner = _tuner(FakePieces(MACHINE, clock=clock, cost=0.01), clock, share * needed)
+        tuner.run()
+        assert tuner.skipped == OPTIONAL
+        assert len(tuner.times) < len(whole.times)
+        Planner(LLAMA, costs=_profile(tuner.times), mode="auto").plan(5000)  # whole without
+    assert not whole.skipped
+
+
+def _profile(times):
+    from tokenweave.planning.profile import Profile
+
+    return Profile(Table(identity_of(), times), LLAMA, MACHINE)
+
+
+# ---- a run on ranks
+
+
+def _run(path, seconds=1e9, drivers=("580.1", "580.1")):
+    rank, group = dist.get_rank(), dist.group.WORLD
+    clock = FakeClock()
+    pieces = FakePieces(MACHINE, clock=clock, rank=rank, noise=0.2, cost=0.01 * (1 + rank))
+    setting = setting_of(MACHINE, max_tokens=1024)
+    told = []
+    table = tune(
+        setting,
+        pieces,
+        identity_of(driver=drivers[rank]),
+        path,
+        group,
+        torch.device("cpu"),
+        clock,
+        seconds,
+        lambda *line: told.append(line),
+        lambda tuner: {"left_out": tuner.skipped},
+    )
+    return list(table.times.items()), len(pieces.asked), told[-1]
+
+
+def test_ranks_measure_the_same_points_and_the_slowest_counts(tmp_path):
+    path = tmp_path / "new" / "table.json"
+    (first, asked, told), (second, other_asked, _) = run_ranks(2, _run, path)
+    assert first == second
+    assert asked == other_asked == told[0]
+    table = read_table(path)
+    assert table.times == dict(first)
+    assert table.complete
+    truth = FakePieces(MACHINE)
+    ratios = [us / truth.true_us(point) for point, us in first]
+    assert all(1 <= ratio <= 1.2 for ratio in ratios)
+    assert sum(ratios) / len(ratios) > 1.12, "the median of each round's slower rank, not of one rank's rounds"
+    assert os.listdir(path.parent) == ["table.json"]
+
+
+def test_ranks_run_out_of_time_together(tmp_path):
+    """Rank 1's clock goes twice as fast."""
+    (first, asked, _), (_, other_asked, _) = run_ranks(2, _run, tmp_path / "table.json", 7.0)
+    assert asked == other_asked
+    assert read_table(tmp_path / "table.json").info == {"left_out": OPTIONAL}
+    assert len(first) < planned(setting_of(MACHINE, max_tokens=1024))
+
+
+def _alone(path):
+    """An interrupted run of one rank: its group is its own."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    if dist.get_rank():
+        return None
+    with pytest.raises(KeyboardInterrupt):
+        tune(
+            setting_of(MACHINE, max_tokens=1024),
+            FakePieces(MACHINE, fail_at=200),
+            identity_of(),
+            path,
+            groups[0],
+            torch.device("cpu"),
+            FakeClock(),
+            1e9,
+            lambda *_: None,
+            lambda tuner: {},
+        )
+    return sorted(os.listdir(path.parent))
+
+
+def test_an_interruption_keeps_the_old_table_and_leaves_what_it_has_apart(tmp_path):
+    path = tmp_path / "table.json"
+    write_table(table_of(FakePieces(MACHINE), setting_of(MACHINE, max_tokens=512)), path)
+    before = path.read_bytes()
+    assert run_ranks(2, _alone, path)[0] == ["table.json", "table.json.partial"]
+    assert path.read_bytes() == before
+    with pytest.raises(ProfileError, match="interrupted after 200 points"):
+        read_table(partial_path(path))
+    run_ranks(2, _run, path)
+    assert os.listdir(tmp_path) == ["table.json"], "a whole run replaces the table and clears up"
+    assert path.read_bytes() != before
+
+
+def test_ranks_on_unlike_machines_are_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(RequestError, match=r"ranks 0 and 1 run on different machines: driver 580.1 and 590.1"):
+        run_ranks(2, _run, tmp_path / "table.json", 1e9, ("580.1", "590.1"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProfileError, match="cannot be written"):
+        run_ranks(2, _run, tmp_path / "file" / "table.json")
+    with pytest.raises(ProfileError, match="it is a folder"):
+        run_ranks(2, _run, tmp_path)
+
+
+def test_the_bar_follows_a_total_that_changes(capsys):
+    with progress_bar(True) as progress:
+        for done, total in ((0, 10), (5, 10), (12, 10), (12, 12)):
+            progress(done, total, "GEMMs")
+    assert "GEMMs" in capsys.readouterr().err
+    with progress_bar(False) as progress:
+        progress(1, 2, "GEMMs")
+    assert capsys.readouterr().err == ""
+
+
+# ---- finding a table
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.delenv(find.VARIABLE, raising=False)
+    monkeypatch.setenv("TOKENWEAVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(find, "_said", set())
+    return tmp_path
+
+
+SMALL = table_of(FakePieces(MACHINE), setting_of(MACHINE, max_tokens=1024), date="2026-11-29")
+
+
+def test_the_search_goes_by_the_variable_then_the_cache(home, monkeypatch):
+    here = identity_of()
+    assert profile_path(here) == home / "cache" / "profiles" / f"{here.key}.json"
+    monkeypatch.setenv(find.VARIABLE, str(home / "mine.json"))
+    assert profile_path(here) == home / "mine.json"
+    monkeypatch.setenv(find.VARIABLE, str(home))
+    assert profile_path(here) == home / f"{here.key}.json"
+    monkeypatch.setenv(find.VARIABLE, "off")
+    assert profile_path(here) is None
+
+
+def test_a_table_is_found_and_used(home, caplog):
+    write_table(SMALL, profile_path(identity_of()))
+    with caplog.at_level(logging.INFO, "tokenweave"):
+        profile = agreed_profile(LLAMA, MACHINE, None, here=identity_of())
+        agreed_profile(LLAMA, MACHINE, None, here=identity_of())
+    assert profile.table == SMALL
+    (line,) = caplog.messages
+    assert line.startswith("planner: measured times from")
+    assert "2026-11-29" in line
+
+
+def _foreign(**changes):
+    return dataclasses.replace(SMALL, identity=identity_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (_foreign(driver="1.0"), "it is stale: measured with driver 1.0"),
+        (_foreign(gpu="NVIDIA B200", sms=148), "it is foreign: measured with gpu NVIDIA B200"),
+        (dataclasses.replace(SMALL, complete=False), "was interrupted"),
+        (dataclasses.replace(SMALL, times={GemmPoint("qkv", 64): 1.0}), "lacks points"),
+        ("{", "damaged or cut off"),
+    ],
+    ids=["stale", "foreign", "interrupted", "empty", "damaged"],
+)
+def test_a_table_that_does_not_hold_is_refused_in_one_line(home, caplog, content, reason):
+    path = profile_path(identity_of())
+    if isinstance(content, str):
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+    else:
+        write_table(content, path)
+    with caplog.at_level(logging.INFO, "tokenweave"):
+        assert agreed_profile(LLAMA, MACHINE, None, here=identity_of()) is None
+        assert agreed_profile(LLAMA, MACHINE, None, here=identity_of()) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert reason in record.message
+    assert "the analytical model is used" in record.message
+    assert str(path) in record.message
+    with pytest.raises(ProfileError, match=reason):
+        agreed_profile(LLAMA, MACHINE, None, path, identity_of())
+
+
+def test_no_table_is_no_warning_unless_one_was_named(home, caplog, monkeypatch):
+    with caplog.at_level(logging.INFO, "tokenweave"):
+        assert agreed_profile(LLAMA, MACHINE, None, here=identity_of()) is None
+        monkeypatch.setenv(find.VARIABLE, "off")
+        assert agreed_profile(LLAMA, MACHINE, None, here=identity_of()) is None
+        monkeypatch.setenv(find.VARIABLE, str(home / "gone.json"))
+        assert agreed_profile(LLAMA, MACHINE, None, here=identity_of()) is None
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.INFO, logging.WARNING]
+    with pytest.raises(ProfileError, match="there is no such file"):
+        agreed_profile(LLAMA, MACHINE, None, home / "gone.json", identity_of())
+
+
+def test_machines_without_gpus_have_no_table(home):
+    from tokenweave.planning.machine import machine_of
+    from tokenweave.planning.profile import find_profile
+
+    assert find_profile(LLAMA, machine_of("cpu", 2)) is None
+    with pytest.raises(ProfileError, match="on GPUs"):
+        agreed_profile(LLAMA, machine_of("cpu", 2), None, home / "table.json")
+
+
+def _found(folder, drivers, asked):
+    """Each rank with a file of its own: only rank 0's may count."""
+    rank = dist.get_rank()
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("tokenweave")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    path = Path(folder) / f"rank{rank}.json"
+    os.environ[find.VARIABLE] = str(path)
+    find._said.clear()
+    try:
+        profile = agreed_profile(
+            LLAMA, MACHINE, dist.group.WORLD, path if asked else None, identity_of(driver=drivers[rank])
+        )
+    finally:
+        del os.environ[find.VARIABLE]
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    plans = None if profile is None else [Planner(LLAMA, costs=profile, mode="auto").plan(n) for n in (64, 700)]
+    return None if profile is None else profile.signature, plans, records
+
+
+GOOD = identity_of().driver
+
+
+def test_ranks_use_rank_0s_table(home):
+    write_table(SMALL, home / "rank0.json")
+    other = table_of(FakePieces(MACHINE, factor=3.0), setting_of(MACHINE, max_tokens=1024))
+    write_table(other, home / "rank1.json")
+    (first, plans, records), (second, other_plans, silent) = run_ranks(2, _found, home, (GOOD, GOOD), False)
+    assert first == second is not None
+    assert plans == other_plans
+    assert len(records) == 1
+    assert not silent
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_table_that_one_rank_cannot_use_is_used_by_none(home, asked):
+    write_table(SMALL, home / "rank0.json")
+    if asked:
+        with pytest.raises(ProfileError, match=r"on rank 1: .*it is stale: measured with driver"):
+            run_ranks(2, _found, home, (GOOD, "1.0"), True)
+        return
+    (first, _, records), (second, _, silent) = run_ranks(2, _found, home, (GOOD, "1.0"), False)
+    assert first is second is None
+    assert len(records) == 1
+    assert "on rank 1: " in records[0]
+    assert not silent
+
+
+def test_drivers_name_themselves():
+    open_module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)"
+    closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: 11"
+    assert driver_version(open_module) == "580.65.06"
+    assert driver_version(closed) == "535.129.03"
+    assert driver_version("nothing") is None
