@@ -1,6 +1,6 @@
 """What the copy engines could take from the SMs: the peers' results, while the kernel goes on with the next rows.
 
-    torchrun --nproc-per-node 2 benchmarks/copy_engine/probe.py [OUT.json]        # half a minute
+    torchrun --nproc-per-node 2 benchmarks/ring_variants/copy_engine.py [OUT.json]        # half a minute
 
 First, copies to the peer's symmetric memory as nodes of a CUDA graph, both ranks at once, by size. Then the collective with
 few blocks as it is, and cut in parts: the kernel, compiled from sources without the store to the peer, works on one part while a copy
