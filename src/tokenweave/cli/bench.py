@@ -1,5 +1,5 @@
-"""``tokenweave bench``: the fused collective against its rivals (``kernel``), a prefill step (``latency``), on this
-machine's GPUs."""
+"""``tokenweave bench``: the fused collective against its rivals (``kernel``), a prefill step (``latency``), vLLM with and
+without TokenWeave (``vllm``), on this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tokenweave.cli import bench_latency
+from tokenweave.cli import bench_latency, bench_vllm
 from tokenweave.cli.arguments import numbers
 from tokenweave.errors import RequestError
 
@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     kernel.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.svg, .png or .pdf)")
     kernel.add_argument("--time-limit", type=float, default=900, help="seconds until the ranks are ended (default 900)")
     bench_latency.add_parser(kinds)
+    bench_vllm.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.bench == "latency":
         return bench_latency.run(args)
+    if args.bench == "vllm":
+        return bench_vllm.run(args)
     _check(args)
     if args.plot is not None:
         from tokenweave.bench.plots import require_matplotlib

@@ -1,0 +1,253 @@
+"""The result of ``bench vllm``: rows from samples, ratios with their intervals, text, and a picture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenweave.bench.environment import machine_line
+from tokenweave.bench.timing import Estimate, median_estimate, ratio_estimate
+from tokenweave.errors import RequestError
+
+STOCK = ("default", "best")
+_UNITS = {"prefill": "tokens", "decode": "batch"}
+_DRAWS = 2000
+
+
+def finish(
+    result: dict[str, Any], samples: Mapping[tuple[str, int], Mapping[str, Sequence[float]]], paired: bool
+) -> dict[str, Any]:
+    """A copy of ``result`` with the rows of all samples so far, speed-ups over the stock engines, and compared outputs.
+
+    Args:
+        samples: (``"prefill"`` or ``"decode"``, size) -> configuration -> seconds.
+        paired: whether samples at the same place belong to the same round.
+    """
+    rows = [
+        _row(phase, size, name, times, paired) for (phase, size), times in sorted(samples.items()) for name in times
+    ]
+    trace = [dict(row) for row in result["rows"] if row["phase"] == "trace"]
+    for row, stock in itertools.product(trace, STOCK):
+        same = [other["requests_per_s"] for other in trace if other["configuration"] == stock]
+        if same and row["configuration"] != stock:
+            row[f"throughput_over_{stock}"] = row["requests_per_s"] / (sum(same) / len(same))
+    how = (
+        "paired: all engines were held side by side, one working at a time; each round measured every one, in random order"
+        if paired
+        else "not paired: the engines ran one after the other, so clocks and temperature differ between them too"
+    )
+    environment = {**result["environment"], "while_measuring": _clocks(result["clocks"])}
+    return {
+        **result,
+        "environment": environment,
+        "machine": _machine(environment, result),
+        "pairing": how,
+        "rows": rows + trace,
+        "compared": compare(result["outputs"]),
+    }
+
+
+def _row(phase: str, size: int, name: str, times: Mapping[str, Sequence[float]], paired: bool) -> dict[str, Any]:
+    mine = median_estimate([seconds * 1e3 for seconds in times[name]])
+    row = {
+        "phase": phase,
+        "configuration": name,
+        _UNITS[phase]: size,
+        "ms": mine.value,
+        "ms_low": mine.low,
+        "ms_high": mine.high,
+        "samples": len(times[name]),
+    }
+    for stock in STOCK:
+        if stock in times and stock != name:
+            ratio = _ratio(times[stock], times[name], paired)
+            row |= {
+                f"speedup_over_{stock}": ratio.value,
+                f"speedup_over_{stock}_low": ratio.low,
+                f"speedup_over_{stock}_high": ratio.high,
+            }
+    return row
+
+
+def _ratio(theirs: Sequence[float], ours: Sequence[float], paired: bool) -> Estimate:
+    """theirs / ours with its 95 % interval; unpaired, of the medians of independent resamplings."""
+    if paired and len(theirs) == len(ours):
+        return ratio_estimate(theirs, ours)
+    random = np.random.default_rng(0)
+    drawn = [np.median(random.choice(np.asarray(times), (_DRAWS, len(times))), axis=1) for times in (theirs, ours)]
+    low, high = np.percentile(drawn[0] / drawn[1], (2.5, 97.5))
+    return Estimate(float(np.median(theirs) / np.median(ours)), float(low), float(high))
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, median and 99th percentile; None of nothing."""
+    if not values:
+        return None
+    p50, p99 = np.percentile(values, (50, 99))
+    return {"mean": float(np.mean(values)), "p50": float(p50), "p99": float(p99)}
+
+
+def compare(outputs: Mapping[str, Mapping[str, list[list[int]]]]) -> list[dict[str, Any]]:
+    """How much greedy tokens differ: between configurations, prompts one by one; and within one, alone against batched."""
+    pairs = [((name, "alone"), (name, "batch")) for name in outputs]
+    pairs += [((a, "alone"), (b, "alone")) for a, b in itertools.combinations(outputs, 2)]
+    found = []
+    for (first, how), (second, other) in pairs:
+        requests = list(zip(outputs[first][how], outputs[second][other], strict=True))
+        same = [
+            sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(a, b, strict=True))) for a, b in requests
+        ]
+        total = sum(len(a) for a, _ in requests)
+        found.append(
+            {
+                "first": f"{first}, {how}",
+                "second": f"{second}, {other}",
+                "requests": len(requests),
+                "equal": sum(length == len(a) for length, (a, _) in zip(same, requests, strict=True)),
+                "equal_first_token": sum(length > 0 for length in same),
+                "tokens_before_a_difference": sum(same) / total if total else 1.0,
+            }
+        )
+    return found
+
+
+def text(result: dict[str, Any]) -> str:
+    """The result as a person reads it."""
+    parts = [result["machine"], result["pairing"]]
+    names = list(result["config"]["configurations"])
+    for phase, title in (("prefill", "prefill of one prompt, ms"), ("decode", "decoding, ms a token")):
+        rows = [row for row in result["rows"] if row["phase"] == phase]
+        if rows:
+            parts.append(_table(title, _UNITS[phase], rows, names))
+    trace = [row for row in result["rows"] if row["phase"] == "trace"]
+    if trace:
+        parts.append(_trace_table(result["config"]["trace"], trace))
+    if result["compared"]:
+        lines = [
+            f"  {c['first']} and {c['second']}: {c['equal']} of {c['requests']} requests equal, first tokens of "
+            f"{c['equal_first_token']}, {c['tokens_before_a_difference']:.0%} of the tokens before a difference"
+            for c in result["compared"]
+        ]
+        parts.append("\n".join(["greedy tokens:", *lines]))
+    parts.append(_starts(result["engines"]))
+    parts += [f"FAILED: {failed['configuration']}" for failed in result["failed"]]
+    return "\n\n".join(parts)
+
+
+def _table(title: str, unit: str, rows: list[dict[str, Any]], names: Sequence[str]) -> str:
+    over = [(name, stock) for name in names for stock in STOCK if name not in STOCK and stock in names]
+    lines = [[unit, *names, *(f"{name} over {stock}" for name, stock in over)]]
+    for size in dict.fromkeys(row[unit] for row in rows):
+        same = {row["configuration"]: row for row in rows if row[unit] == size}
+        cells = [f"{same[name]['ms']:.2f}" if name in same else "-" for name in names]
+        for name, stock in over:
+            key = f"speedup_over_{stock}"
+            row = same.get(name, {})
+            cells.append(f"{row[key]:.3f} ({row[f'{key}_low']:.3f}-{row[f'{key}_high']:.3f})" if key in row else "-")
+        lines.append([str(size), *cells])
+    return f"{title}; median, speed-up with its 95 % interval\n{_aligned(lines)}"
+
+
+def _trace_table(name: str, rows: list[dict[str, Any]]) -> str:
+    lines = [["", "requests/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99, ms", "over default", "over best"]]
+    for row in rows:
+        first, later = row["ttft_ms"], row["tpot_ms"] or {"p50": float("nan"), "p99": float("nan")}
+        over = [row.get(f"throughput_over_{stock}") for stock in STOCK]
+        lines.append(
+            [
+                row["configuration"],
+                f"{row['requests_per_s']:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+                *(f"{value:.1f}" for value in (first["p50"], first["p99"], later["p50"], later["p99"])),
+                *("-" if value is None else f"{value:.3f}" for value in over),
+            ]
+        )
+    return f"{rows[0]['requests']} requests of {name}\n{_aligned(lines)}"
+
+
+def _starts(engines: list[dict[str, Any]]) -> str:
+    lines = [["engine", "start, s", "KV cache, tokens", "requests a step", "graphs", "up to", "model class"]]
+    for engine in engines:
+        if "start_s" in engine:
+            lines.append(
+                [
+                    engine["configuration"],
+                    f"{engine['start_s']:.0f}",
+                    str(engine["kv_tokens"]),
+                    str(engine["max_num_seqs"]),
+                    engine["cudagraph_mode"],
+                    str(engine["largest_graph"]),
+                    str(engine["model_class"]).rpartition(".")[2],
+                ]
+            )
+    return _aligned(lines)
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(f"{c:>{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _machine(environment: dict[str, Any], result: dict[str, Any]) -> str:
+    version = next((engine["vllm"] for engine in result["engines"] if "vllm" in engine), "unknown")
+    line = machine_line(environment, result["config"]["ranks"])
+    return f"{result['config']['model']}, vLLM {version}, {line}"
+
+
+def _clocks(clocks: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Over all phases: lowest, middle and highest clock and power of the watched GPU."""
+    found: dict[str, Any] = {}
+    for name in ("sm_mhz", "power_w"):
+        spans = [entry[name] for entry in clocks if entry.get(name)]
+        middle = sorted(span["median"] for span in spans)
+        found[name] = (
+            {
+                "low": min(span["low"] for span in spans),
+                "median": middle[len(middle) // 2],
+                "high": max(span["high"] for span in spans),
+            }
+            if spans
+            else None
+        )
+    return found if any(found.values()) else None
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Writes speed-ups of prefill and decoding over the stock engines, and the trace's throughput, as one picture."""
+    from tokenweave.bench.plots import require_matplotlib
+
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    if not result["rows"]:
+        raise RequestError("nothing was measured: there is nothing to plot")
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    prefill, decode, trace = figure.subplots(1, 3)
+    for axes, phase, unit in ((prefill, "prefill", "tokens of the prompt"), (decode, "decode", "requests")):
+        rows = [row for row in result["rows"] if row["phase"] == phase]
+        for name, stock in itertools.product(result["config"]["configurations"], STOCK):
+            key = f"speedup_over_{stock}"
+            line = [row for row in rows if row["configuration"] == name and key in row]
+            if not line or (name, stock) == ("default", "best"):
+                continue
+            sizes = [row[_UNITS[phase]] for row in line]
+            style = "-o" if name not in STOCK else "--s"
+            (drawn,) = axes.plot(sizes, [r[key] for r in line], style, markersize=4, label=f"{name} over {stock}")
+            low, high = ([row[f"{key}_{end}"] for row in line] for end in ("low", "high"))
+            axes.fill_between(sizes, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel=unit, ylabel="speed-up", title=phase)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    served = [row for row in result["rows"] if row["phase"] == "trace"]
+    trace.bar([row["configuration"] for row in served], [row["requests_per_s"] for row in served])
+    trace.set(title=f"trace {result['config']['trace'] or '(none)'}", ylabel="requests/s")
+    figure.suptitle(result["machine"], fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
