@@ -89,6 +89,7 @@ class FixedMonitor:
             "sm_mhz": {"low": 1, "median": 1700, "high": 2},
             "power_w": {"low": 1, "median": 500, "high": 2},
             "celsius": None,
+            "limits": {"power": 0.5},
         }
 
 
@@ -179,6 +180,7 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
     assert "of the sequential step: communication" in report
     assert "woven" in report
     assert "H200" in report
+    assert "power" in report
     assert any("130 tokens" in line for line in lines)
 
 
@@ -217,6 +219,7 @@ def test_a_result_without_some_modes_still_becomes_a_table():
         (["--model", "nowhere"], "no model 'nowhere'"),
         (["--model", "Llama-3.1-8B", "--tp", "9"], "--tp 9"),
         (["--model", "Llama-3.1-8B", "--modes", "woven,odd"], "--modes 'odd'"),
+        (["--model", "Llama-3.1-8B", "--baselines", "mpi"], "--baselines 'mpi'"),
         (["--model", "Llama-3.1-8B", "--tokens", "1,x"], "--tokens '1,x'"),
         (["--model", "Llama-3.1-8B", "--tokens", "200000"], "context is 131072"),
         (["--model", "Llama-3.1-8B", "--rounds", "3"], "at least 20"),
@@ -241,6 +244,9 @@ def test_ranks_get_the_same_command_line():
         "--layers",
         "8",
         "--sweep",
+        "--no-profile",
+        "--baselines",
+        "torch,nccl",
         "--json",
         "x.json",
         "--sustain",

@@ -59,8 +59,13 @@ def machine_line(environment: dict[str, Any], ranks: int) -> str:
     return ", ".join(parts)
 
 
+# Bits of NVML's reasons for a clock below the highest (NVML API reference, nvmlClocksEventReasons).
+_LIMITS = {"power": 0x04 | 0x80, "temperature": 0x20 | 0x40, "hardware": 0x08}
+
+
 class Monitor:
-    """Samples the SM clock, the power and the temperature of one GPU, through NVML or else nvidia-smi.
+    """Samples the SM clock, the power and the temperature of one GPU, and through NVML, not nvidia-smi, what limits the
+    clock.
 
     Args:
         device: index as torch counts.
@@ -68,6 +73,7 @@ class Monitor:
 
     def __init__(self, device: int) -> None:
         self._samples: list[tuple[float, float, float]] = []
+        self._reasons: list[int] = []
         self._next = 0.0
         self._uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         try:
@@ -82,6 +88,7 @@ class Monitor:
         """Takes one sample; with nvidia-smi at most one every two seconds, because starting it disturbs the host."""
         if self._nvml is not None:
             self._samples.append(self._read())
+            self._reasons.append(int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
         elif time.monotonic() >= self._next:
             self._next = time.monotonic() + 2.0
             rows = _nvidia_smi("clocks.sm,power.draw,temperature.gpu", self._uuid)
@@ -105,13 +112,19 @@ class Monitor:
             return None
 
     def take(self) -> dict[str, dict[str, float] | None]:
-        """Lowest, median and highest of the samples since the last call."""
+        """Lowest, median and highest of the samples since the last call; and under "limits" the share of them in which
+        power, temperature or the hardware kept the clock down."""
         columns = list(zip(*self._samples, strict=True)) or [(), (), ()]
-        self._samples = []
-        return {
+        reasons, self._samples, self._reasons = self._reasons, [], []
+        taken: dict[str, dict[str, float] | None] = {
             name: {"low": min(column), "median": median(column), "high": max(column)} if column else None
             for name, column in zip(("sm_mhz", "power_w", "celsius"), columns, strict=True)
         }
+        shares = {
+            name: sum(bool(seen & bits) for seen in reasons) / max(1, len(reasons)) for name, bits in _LIMITS.items()
+        }
+        taken["limits"] = {name: share for name, share in shares.items() if share} if reasons else None
+        return taken
 
 
 def _nvidia_smi(fields: str, gpu: str | None = None) -> list[list[str]]:

@@ -24,7 +24,7 @@ from tokenweave.bench.environment import Monitor
 from tokenweave.bench.latency_measure import final_rows, host_ms, sustained
 from tokenweave.bench.latency_profile import profiled
 from tokenweave.bench.latency_report import Measured, finish, rows_of
-from tokenweave.bench.latency_sequential import SequentialSteps
+from tokenweave.bench.latency_sequential import BASELINES, SequentialSteps
 from tokenweave.bench.latency_steps import PrefillSteps, Variant, norm_alone
 from tokenweave.bench.latency_sweep import swept_fused, swept_woven
 from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank
@@ -45,6 +45,7 @@ class Config:
         rounds: of paired samples, at least 20. seed: of token ids and of the order of modes.
         sweep: try cuts, thread blocks, clusters and SM budgets for fused and woven, instead of the planner's alone.
         sustain: seconds of back-to-back replays a mode, for power and energy; 0 for none.
+        baselines: some of :data:`tokenweave.bench.latency_sequential.BASELINES`, for the sequential step.
         profile: run every mode once more under torch.profiler, when all times are taken.
         json: written after every size; None for nowhere.
     """
@@ -57,6 +58,7 @@ class Config:
     sweep: bool = False
     sustain: float = 1.0
     profile: bool = True
+    baselines: tuple[str, ...] = BASELINES
     json: Path | None = None
 
 
@@ -88,7 +90,7 @@ class LatencyBench:
         self._steps = PrefillSteps(model, most, group, device, config.seed)
         self._workspace = self._steps.workspace
         self._planner = planner(self._workspace.transport)
-        self._sequential = SequentialSteps(self._steps, model, most, group, device, say)
+        self._sequential = SequentialSteps(self._steps, model, most, group, device, config.baselines, say)
         self._chosen: dict[int, dict[str, Variant]] = {}  # tokens -> mode -> its fastest variant
         self._result: dict[str, Any] = {
             "environment": environment,
@@ -187,11 +189,13 @@ class LatencyBench:
         clocks = self._monitor.take()
         check(self._workspace)
         times = slowest_rank(samples, self._group, self._device)
-        chosen = self._chosen[tokens] = _strongest(variants, times)
-        sustained = {mode: self._sustained(graphs[v.key], times[v.key]) for mode, v in chosen.items()}
+        chosen = _strongest(variants, times)
+        shown = {mode: variant for mode, variant in chosen.items() if mode != "compute"}
+        sustained = {mode: self._sustained(graphs[v.key], times[v.key]) for mode, v in shown.items()}
         layers = self._model.config.layers
         measured = Measured(tokens, layers, chosen, times, host, errors, clocks, sustained)
         self._result["rows"] += rows_of(measured)
+        self._chosen[tokens] = shown
         self._result["sequential"] += [
             {"tokens": tokens, "variant": v.name, "ms": median_estimate(times[v.key]).value / 1e3}
             for v in variants

@@ -52,7 +52,8 @@ def _row(measured: Measured, mode: str) -> dict[str, Any]:
         """How often this mode fits into ``other``'s time, with its 95 % interval."""
         return _plain(ratio_estimate(measured.of(other), mine)) if other in measured.chosen else None
 
-    draw, speed = ((sustained or measured.clocks)[name] for name in ("power_w", "sm_mhz"))
+    seen = sustained or measured.clocks
+    draw, speed = seen["power_w"], seen["sm_mhz"]
     joules = None if sustained is None else sustained["joules"]
     return {
         "tokens": measured.tokens,
@@ -69,6 +70,7 @@ def _row(measured: Measured, mode: str) -> dict[str, Any]:
         "error": measured.errors[variant.key],
         "power_w": draw and draw["median"],
         "sm_mhz": speed and speed["median"],
+        "limits": seen.get("limits"),
         "sustained": sustained,
         "joules_per_token": None if joules is None else joules / measured.tokens,
     }
@@ -90,13 +92,14 @@ def _plain(estimate: Estimate) -> dict[str, float]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Plain values; ``gemm_sms`` as "gate_up/prefix" -> SMs."""
+    """Plain values; ``gemm_sms`` as "gate_up/prefix" -> SMs, ``start_at`` sorted."""
     return {
         "mode": str(plan.mode),
         "split": plan.split,
         "ctas": plan.ctas,
         "cluster": plan.cluster,
         "gemm_sms": {f"{gemm}/{split}": sms for (gemm, split), sms in plan.gemm_sms.items()},
+        "start_at": sorted(plan.start_at),
     }
 
 
@@ -150,7 +153,7 @@ def text(result: dict[str, Any]) -> str:
         f"{settings['model']}, {settings['layers']} layers, {settings['ranks']} ranks, {settings['dtype']}, "
         f"transport {settings['transport']}",
         f"{'tokens':>6} {'mode':10} {'ms':>9} {'ms/layer':>9} {'vs sequential':>22} {'no_comm / it':>22} "
-        f"{'host eager/graph':>17} {'busy':>5} {'hidden':>6} {'waits':>6} {'W':>5} {'MHz':>5} {'mJ/tok':>7}  variant",
+        f"{'host eager/graph':>17} {'busy':>5} {'hidden':>6} {'waits':>6} {'W':>5} {'MHz':>5} {'limit':>6} {'mJ/tok':>7}  variant",
     ]
     lines += [_line(row) for row in result["rows"]]
     for row in result["rows"]:
@@ -174,16 +177,18 @@ def _line(row: dict[str, Any]) -> str:
         plan = row["plan"]
         left = sorted(set(plan["gemm_sms"].values()))
         variant += f": {plan['mode']} cut {plan['split']} ctas {plan['ctas']} cluster {plan['cluster']} sms {left}"
+        variant += f" start {'+'.join(plan['start_at'])}" if plan["start_at"] else ""
     traced = ["-"] * 3
     if (profile := row.get("profile")) is not None:
         of = profile["span_ms"]
         waits = max(profile["waiting_ms"]) if profile["waiting_ms"] else None
         parts = (profile["busy_ms"], profile["hidden_ms"], waits)
         traced = ["-" if part is None else f"{100 * part / of:.0f}%" for part in parts]
+    limit = max(row["limits"], key=row["limits"].get)[:6] if row.get("limits") else "-"
     joules = "-" if row["joules_per_token"] is None else f"{1e3 * row['joules_per_token']:.1f}"
     return (
         f"{row['tokens']:>6} {row['mode']:10} {row['ms']:>9.3f} {row['ms_per_layer']:>9.4f} {ratios[0]:>22} "
         f"{ratios[1]:>22} {row['host_ms']['eager']:>9.2f}/{row['host_ms']['graph']:.3f} "
         f"{traced[0]:>5} {traced[1]:>6} {traced[2]:>6} "
-        f"{row['power_w'] or 0:>5.0f} {row['sm_mhz'] or 0:>5.0f} {joules:>7}  {variant}"
+        f"{row['power_w'] or 0:>5.0f} {row['sm_mhz'] or 0:>5.0f} {limit:>6} {joules:>7}  {variant}"
     )

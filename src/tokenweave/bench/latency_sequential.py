@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tokenweave.planning import Mode, Plan
 from tokenweave.stages import Epilogue
 from tokenweave.weave import Collective
 
+BASELINES = ("nccl", "torch", "flashinfer")
 _ONESHOT_TOKENS = 512  # beyond, a one-shot, which sends the whole batch to every peer, is not competitive
 
 
@@ -36,6 +37,7 @@ class SequentialSteps:
 
     Args:
         steps: of ``model``. most: tokens of the longest prompt.
+        baselines: some of :data:`BASELINES`.
         say: told what is not measured, and why. All ranks measure the same.
     """
 
@@ -46,11 +48,12 @@ class SequentialSteps:
         most: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        baselines: Sequence[str],
         say: Callable[[str], None],
     ) -> None:
-        self._steps, self._group = steps, group
-        self._symmetric = _symmetric_rows(model, most, group, device, say)
-        self._fusion = _fusion(model, most, group, device, say)
+        self._steps, self._group, self._nccl = steps, group, "nccl" in baselines
+        self._symmetric = _symmetric_rows(model, most, group, device, say) if "torch" in baselines else None
+        self._fusion = _fusion(model, most, group, device, say) if "flashinfer" in baselines else None
         self._zeros = None
         if self._fusion is not None:
             self._zeros = torch.zeros(most, model.config.hidden, dtype=model.dtype, device=device)
@@ -58,7 +61,8 @@ class SequentialSteps:
     def variants(self, tokens: int) -> Iterator[Variant]:
         """One an all-reduce; NCCL's is the first."""
         plan = Plan(Mode.SEQUENTIAL)
-        yield self._steps.of_plan("sequential", "nccl", plan, tokens)
+        if self._nccl:
+            yield self._steps.of_plan("sequential", "nccl", plan, tokens)
         one_shots = tokens <= _ONESHOT_TOKENS
         if self._symmetric is not None:
             group, memory = self._group.group_name, self._symmetric

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 
     from tokenweave.models import Model
 
+_BASELINES = "nccl,torch,flashinfer"
 _MODES = "sequential,fused,woven,auto,no_comm"
 _VALUES = (
     "model",
     "tp",
     "tokens",
     "modes",
+    "baselines",
     "layers",
     "dtype",
     "rounds",
@@ -42,6 +45,7 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
     parser.add_argument("--tokens", default="512,1024,2048,4096,8192", help="of the prompt (default %(default)s)")
     parser.add_argument("--modes", default=_MODES, help="default %(default)s")
+    parser.add_argument("--baselines", default=_BASELINES, help="of the sequential step (default %(default)s)")
     parser.add_argument("--layers", type=int, help="so many layers only (default: all)")
     parser.add_argument("--dummy", action="store_true", help="random weights, made on the GPUs; implied by a name")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
@@ -73,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_rank(args: argparse.Namespace) -> int:
     from tokenweave.bench import environment, launch, plots
-    from tokenweave.bench.latency import Config, LatencyBench
+    from tokenweave.bench.latency import MODES, Config, LatencyBench
     from tokenweave.bench.latency_report import text
+    from tokenweave.bench.latency_sequential import BASELINES
     from tokenweave.bench.timing import GraphClock
     from tokenweave.planning import Planner
 
@@ -89,7 +94,8 @@ def _run_rank(args: argparse.Namespace) -> int:
         config = Config(
             model=Path(args.model).name,
             tokens=numbers("--tokens", args.tokens),
-            modes=_modes(args.modes),
+            modes=_some("--modes", args.modes, MODES),
+            baselines=_some("--baselines", args.baselines, BASELINES),
             rounds=args.rounds,
             seed=args.seed,
             sweep=args.sweep,
@@ -140,13 +146,16 @@ def model_of(args: argparse.Namespace, rank: int, ranks: int, group: dist.Proces
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
+    from tokenweave.bench.latency import MODES
+    from tokenweave.bench.latency_sequential import BASELINES
     from tokenweave.bench.timing import MIN_ROUNDS
     from tokenweave.models import read_config
 
     if not 2 <= args.tp <= 8:
         raise RequestError(f"--tp {args.tp}; expected 2 to 8")
     numbers("--tokens", args.tokens)
-    _modes(args.modes)
+    _some("--modes", args.modes, MODES)
+    _some("--baselines", args.baselines, BASELINES)
     if args.rounds < MIN_ROUNDS:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
     if args.layers is not None and args.layers < 1:
@@ -156,13 +165,12 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--tokens {longest}; the model's context is {context}")
 
 
-def _modes(text: str) -> tuple[str, ...]:
-    from tokenweave.bench.latency import MODES
-
+def _some(option: str, text: str, every: Sequence[str]) -> tuple[str, ...]:
+    """The words of ``text``, in the order of ``every``, which has them all."""
     asked = text.split(",")
-    if unknown := [mode for mode in asked if mode not in MODES]:
-        raise RequestError(f"--modes {unknown[0]!r}; expected some of {', '.join(MODES)}")
-    return tuple(mode for mode in MODES if mode in asked)
+    if unknown := [word for word in asked if word not in every]:
+        raise RequestError(f"{option} {unknown[0]!r}; expected some of {', '.join(every)}")
+    return tuple(word for word in every if word in asked)
 
 
 def command_line(args: argparse.Namespace) -> list[str]:
