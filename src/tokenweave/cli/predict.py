@@ -11,7 +11,7 @@ from tokenweave.errors import RequestError
 from tokenweave.models import read_config
 from tokenweave.planning import GPUS, Predictor, StepTimes, machine_of
 from tokenweave.planning.comm import TRANSPORTS
-from tokenweave.planning.planner import MOST_TOKENS
+from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.runtime import EAGER, RUNTIMES
 
 

@@ -40,7 +40,9 @@ MULTIMEM_SERIAL_GBS = 72.5  # owned bytes, whatever the CTAs
 MULTIMEM_CROWD_US, MULTIMEM_CROWD_ROWS = 0.663, 2960.0  # a CTA beyond 16, in batches that are long beside so many rows
 LIBRARY_PLATEAU = 0.72  # NCCL's ring, 316-340 of 450 GB/s
 LIBRARY_LOW_LATENCY_RATE = 0.31  # of the link, in the protocol for small messages
-CTA_CHOICES = (2, 4, 8, 12, 16)  # beside other work; more gain nothing (p2p: flat from 12 on; multimem: slower again)
+# Beside other work. 8 come near the plateau; 16 were measured beside GEMMs on H200 and left no room for all clusters of a
+# GEMM that is told of the other 116 SMs: a third slower.
+CTA_CHOICES = (2, 4, 8)
 MOST_ALONE = 64  # blocks of a launch that has the GPU to itself
 LIBRARY_CTAS = 16  # SMs that the library's kernel holds
 
@@ -157,12 +159,13 @@ def _two_shot_us(tokens: Any, rows: Any, tp: int, gpu: Gpu, transport: str, ctas
 
 
 def cluster(ctas: int | None, gpu: Gpu) -> int | None:
-    """Thread blocks per cluster of the collective's launch.
+    """Thread blocks per cluster of a collective's launch beside GEMMs; None for none.
 
-    The GEMM library's blocks come in clusters of ``gpu.gemm_cluster``; a lone block of the collective can take one SM of
-    such a group and leave the others idle, so that the GEMM's last clusters find no place (measured on H200: 4 blocks
-    and a target of 128 SMs fit in clusters of 2 or 4 alone). Clusters of 4 are faster from 16 blocks on.
+    The GEMM library's blocks come in clusters of ``gpu.gemm_cluster``: a lone block of the collective can take one SM of such
+    a group and leave the others idle, so that the GEMM's last clusters find no place. Measured on H200: GEMMs that are told
+    of the SMs that are left take 2 % longer beside 4 blocks in a cluster of 4, and 22 % beside 4 lone ones; beside 8 lone
+    ones 4 %.
     """
-    if ctas is None or gpu.gemm_cluster == 1:
+    if ctas is None or gpu.gemm_cluster == 1 or ctas >= 8:
         return None
     return next((size for size in (4, 2) if size >= gpu.gemm_cluster and ctas % size == 0), None)

@@ -13,9 +13,11 @@ from tokenweave.models.sharding import shard_of
 from tokenweave.planning.batch import Batch
 from tokenweave.planning.machine import Costs
 from tokenweave.planning.makespan import Block, Part, makespan
-from tokenweave.planning.waves import BYTES, Gemm, Tiling, attention_gemms, ceil_div, mlp_gemms, row_step
+from tokenweave.planning.waves import BYTES, Gemm, Tiling, attention_gemms, mlp_gemms, row_step
 
-TABULATED_TOKENS = 131072  # GEMM times are tabulated up to here at construction; longer steps extend the tables
+MOST_TOKENS = 2**22  # of a step: as far as the tables reach; no GPU holds more at once
+STEPPED_TOKENS = 16384  # up to here the tables have a column for every row step, beyond so many for every doubling:
+COLUMNS_PER_DOUBLING = 64
 
 # Kernels of a layer's stages and of what ends them; what an eager step launches.
 ATTENTION_LAUNCHES, MLP_LAUNCHES = (
@@ -56,12 +58,11 @@ class CostModel:
         self._activation_bytes = 3 * BYTES * shard.intermediate.size * max(1, config.experts_per_token)
         self._embed_bytes = 2 * BYTES * config.hidden
         self._head = Gemm("head", shard.vocab.size, config.hidden)
-        self._step = row_step(self.gpu)
         self._held = sorted({0} | {costs.held(ctas) for ctas in self.ctas})
         self._all_ctas = [ctas or 0 for ctas in self.ctas]
         self._targets: dict[tuple[str, int], list[int | None]] = {}
         self._tables: dict[str, np.ndarray] = {}
-        self._tabulate(TABULATED_TOKENS)
+        self._tabulate()
         # A plan asks for the same few of these several times.
         self._whole = functools.lru_cache(maxsize=64)(self._whole_us)
         self.head_us = functools.lru_cache(maxsize=4096)(self._head_us)
@@ -72,18 +73,20 @@ class CostModel:
 
     def gemm_sms(self, gemm: str, rows: int, ctas: int | None) -> int | None:
         """The SM target of a GEMM of so many rows beside such a collective; None: plan for all SMs."""
-        self._reach(rows)
-        return self._targets[gemm, self.held(ctas)][int(self._row(rows))]
+        return self._targets[gemm, self.held(ctas)][int(self._rows.searchsorted(rows))]
 
-    def _tabulate(self, tokens: int) -> None:
-        """us by rows, one column for every row up to a row step, then for row steps.
+    def _tabulate(self) -> None:
+        """us by rows: one column for every row up to a row step, then for row steps, then for equal ratios.
 
         Stages, all but the attention itself: float64 [2, held SMs, rows], [0] alone, [1] beside the held SMs. Collectives:
         float64 [CTAs, rows].
         """
-        step, costs = self._step, self.costs
-        # One more than is ever asked for: times between two columns are interpolated.
-        rows = np.concatenate([np.arange(step), np.arange(1, ceil_div(tokens, step) + 2) * step])
+        costs, step = self.costs, row_step(self.gpu)
+        octaves = (MOST_TOKENS // STEPPED_TOKENS).bit_length() - 1
+        ratios = np.exp2(np.arange(1, octaves * COLUMNS_PER_DOUBLING + 1) / COLUMNS_PER_DOUBLING)
+        beyond = np.round(STEPPED_TOKENS * ratios / step).astype(np.int64) * step
+        rows = np.concatenate([np.arange(step), np.arange(step, STEPPED_TOKENS + 1, step), beyond])
+        self._rows = rows
         streamed = {"attention": self._rope_bytes, "mlp": self._activation_bytes}
         launches = {"attention": ATTENTION_LAUNCHES, "mlp": MLP_LAUNCHES}
         for stage, gemms in self._stages.items():
@@ -98,7 +101,6 @@ class CostModel:
             self._tables[stage] = table
         self._sends = np.stack([costs.collective_us(rows, self.config.hidden, ctas) for ctas in self.ctas])
         self._sends += costs.runtime.gap_us * END_LAUNCHES["fused"]
-        self._tabulated = tokens
 
     def _gemm_table(self, gemm: Gemm, rows: np.ndarray, held: int) -> tuple[np.ndarray, np.ndarray, list[int | None]]:
         """us alone and beside ``held`` SMs for each number of rows, in the SM target that is fastest beside them; that target."""
@@ -120,13 +122,16 @@ class CostModel:
         slowest = np.maximum(alone[best, pick], beside[best, pick])  # never faster beside a collective than alone
         return alone[best, pick], slowest, [targets[i] for i in best]
 
-    def _reach(self, tokens: int) -> None:
-        if tokens > self._tabulated:
-            self._tabulate(2 * tokens)
+    def _column(self, rows: Any) -> tuple[Any, Any]:
+        """The first column that has as many rows; what share of the way back to the one before it ``rows`` lie."""
+        column = self._rows.searchsorted(rows)
+        upper, lower = self._rows[column], self._rows[np.maximum(column - 1, 0)]
+        return column, (upper - rows) / np.maximum(upper - lower, 1)
 
-    def _row(self, tokens: Any) -> Any:
-        """Column of the tables; rows beyond a row step count as the next multiple of it."""
-        return np.where(tokens <= self._step, tokens, self._step - 1 + ceil_div(tokens, self._step))
+    def _between(self, table: np.ndarray, first: Any, column: Any, back: Any) -> Any:
+        """Table look-up, linear between columns."""
+        upper = table[first, column]
+        return upper - back * (upper - table[first, np.maximum(column - 1, 0)])
 
     def stage_us(self, rows: Any, attention: tuple[Any, Any], held: Any = 0) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Compute us of (attention, mlp) for a split, each (alone, beside a collective).
@@ -136,22 +141,21 @@ class CostModel:
             attention: its (pairs, cache reads), as :meth:`Batch.attention`.
             held: SMs that the other split's collective holds: one of :meth:`held`'s, int or int64 [...].
         """
-        self._reach(int(np.max(rows)))
-        column, of_held = self._row(rows), np.searchsorted(self._held, held)
-        attention_table, mlp_table = self._tables["attention"], self._tables["mlp"]
+        column, back = self._column(rows)
+        back = np.where(rows > STEPPED_TOKENS, back, 0.0)  # as the next row step: tiles are as high
+        of_held = np.searchsorted(self._held, held)
         attend = [
             self.costs.attention_us(*attention, self._query, self._kv, rows=rows, held=busy) for busy in (0, held)
         ]
-        first = [attention_table[beside, of_held, column] + attend[beside] for beside in (0, 1)]
-        second = [mlp_table[beside, of_held, column] for beside in (0, 1)]
-        return (first[0], first[1]), (second[0], second[1])
+        table = {
+            stage: [self._between(t[i], of_held, column, back) for i in (0, 1)] for stage, t in self._tables.items()
+        }
+        first = (table["attention"][0] + attend[0], table["attention"][1] + attend[1])
+        return first, (table["mlp"][0], table["mlp"][1])
 
     def _sends_us(self, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
-        """us of fused collectives, by their index in ``ctas``: between row steps they grow evenly."""
-        step, column = self._step, self._row(rows)
-        missing = np.where(rows > step, -rows % step, 0) / step
-        upper = self._sends[which, column]
-        return upper - missing * (upper - self._sends[which, column - 1])
+        """us of fused collectives beside other work, by their index in ``ctas``."""
+        return self._between(self._sends, which, *self._column(rows))
 
     def _whole_us(self, batch: Batch) -> tuple[float, float, float]:
         """Compute us of an uncut batch: embedding, attention, mlp."""

@@ -16,7 +16,7 @@ import numpy as np
 from tokenweave.errors import RequestError
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.batch import Batch, runs_of
-from tokenweave.planning.cost import CostModel
+from tokenweave.planning.cost import MOST_TOKENS, CostModel
 from tokenweave.planning.hardware import Gpu
 from tokenweave.planning.machine import Costs, Machine, machine_of
 from tokenweave.planning.plan import Mode, Plan, StepTimes
@@ -29,7 +29,6 @@ CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
 CACHED_PLANS = 8192
 SHOWN_CUTS = 5
-MOST_TOKENS = 2**22  # a table of the GEMMs' times reaches as far as the longest step asked for
 
 
 @dataclass(frozen=True)
