@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 from ranks import run_ranks
 from tiny_llama import CONTEXT, VOCAB, make_engine, save_tiny_llama
-from tokenweave.engine.batch import Chunk, rows_of
-from tokenweave.planning.plan import Mode, Plan
+from tokenweave.engine.batch import Chunk, rows_of, splits_of
+from tokenweave.engine.collectives import collective_of
+from tokenweave.overlap import Inline, StartAt
+from tokenweave.planning.plan import POINTS, Mode, Plan
+from tokenweave.weave import run_stages
 
 # fp32; rows are sums of other shapes' GEMMs, so bits may differ where the cut changes a GEMM's row count.
 TOLERANCE = 2e-5
@@ -60,6 +63,8 @@ def walk_every_cut(path, batch, seed):
         scale = logits.abs().amax().item() if logits.numel() else 1.0
         worst = 0.0
         plans = [Plan(Mode.SEQUENTIAL), *(Plan(Mode.WOVEN, split=at) for at in range(1, rows_of(chunks)))]
+        late = frozenset(("qkv", "activation") if seed % 2 else ("o", "down"))
+        plans.append(Plan(Mode.WOVEN, split=1, start_at=late))
         for plan in plans:
             other, other_written = outcome(plan)
             torch.testing.assert_close(other_written, written, rtol=1e-4, atol=1e-4, equal_nan=True)
@@ -104,3 +109,63 @@ def test_a_long_prompt_cut_once_equals_transformers(model):
             rows = engine.forward([Chunk(0, 0, tuple(ids.tolist()), 5, True)], Plan(Mode.WOVEN, split=at))
             torch.testing.assert_close(engine.model.logits(rows)[0], expected, rtol=1e-4, atol=1e-4)
         engine.close()
+
+
+class _Recorder:
+    """An overlap that writes down what happens."""
+
+    def __init__(self):
+        self.events = []
+
+    def run(self, collective, *args):
+        self.events.append(f"start {collective}")
+        return collective
+
+    def wait(self, pending):
+        self.events.append(f"wait {pending}")
+        return pending
+
+    def reached(self, point):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_collectives_start_at_the_first_of_their_points():
+    recorder = _Recorder()
+    overlap = StartAt(recorder, ("qkv", "activation"))
+    a = overlap.run("a")
+    for point in ("gate_up", "activation", "down"):  # of the other split's MLP
+        overlap.reached(point)
+        recorder.events.append(point)
+    b = overlap.run("b")
+    overlap.wait(a)
+    overlap.reached("qkv")
+    c = overlap.run("c")
+    overlap.wait(b)
+    d = overlap.run("d")
+    overlap.wait(d)  # nothing was reached: both start now, in their order
+    overlap.wait(c)
+    expected = "gate_up, start a, activation, down, wait a, start b, wait b, start c, start d, wait d, wait c"
+    assert ", ".join(recorder.events) == expected
+
+
+def test_the_points_that_computes_pass(model):
+    engine = make_engine(model, 1)
+    for split in range(1, 3):
+        passed = []
+        overlap = StartAt(Inline(), POINTS)
+        overlap.reached = passed.append
+        plan = Plan(Mode.WOVEN, split=split)
+        splits = splits_of([Chunk(0, 0, (1, 2, 3), 0, True)], plan, engine._residual, reached=overlap.reached)
+        collective = collective_of(plan, 3, engine.workspace)
+        with torch.inference_mode():
+            run_stages(engine._stages, splits, collective, engine.workspace, overlap)
+        assert passed == [*POINTS[:3] * 2, *POINTS[3:] * 2] * 3, "three layers, prefix and suffix"
+    engine.close()
+
+
+def test_points_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match=r"start_at=\['mlp'\]; expected points of qkv, attention"):
+        Plan(Mode.WOVEN, split=1, start_at=frozenset(("mlp",)))

@@ -5,7 +5,7 @@ All three are in-order queues with the same two calls, so the schedule in :mod:`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +21,9 @@ class Overlap(Protocol):
     def wait(self, pending: Any) -> torch.Tensor:
         """Makes the compute stream wait for a queued collective; returns its rows. Raises what the collective raised."""
 
+    def reached(self, point: str) -> None:
+        """The compute that is being issued has come to ``point`` (:data:`tokenweave.planning.plan.POINTS`)."""
+
     def close(self) -> None:
         """Ends threads; idempotent."""
 
@@ -33,6 +36,9 @@ class Inline:
 
     def wait(self, pending: torch.Tensor) -> torch.Tensor:
         return pending
+
+    def reached(self, point: str) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -49,6 +55,9 @@ class CpuThread:
 
     def wait(self, pending: Future[torch.Tensor]) -> torch.Tensor:
         return pending.result()
+
+    def reached(self, point: str) -> None:
+        pass
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
@@ -86,5 +95,52 @@ class CudaStream:
         pending.event.wait(torch.cuda.current_stream())
         return pending.rows
 
+    def reached(self, point: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+
+class _Held:
+    """A collective that waits for its start."""
+
+    def __init__(self, collective: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
+        self.collective, self.args = collective, args
+        self.pending: Any = None
+
+
+class StartAt:
+    """Another overlap, whose collectives start once the compute that is issued after them comes to one of ``points``.
+
+    They start in their order, at the latest when one of them is waited for.
+
+    Args:
+        inner: runs them; not closed with this.
+        points: :data:`tokenweave.planning.plan.POINTS`.
+    """
+
+    def __init__(self, inner: Overlap, points: Collection[str]) -> None:
+        self._inner, self._points = inner, frozenset(points)
+        self._held: list[_Held] = []
+
+    def run(self, collective: Callable[..., torch.Tensor], *args: Any) -> _Held:
+        self._held.append(_Held(collective, args))
+        return self._held[-1]
+
+    def reached(self, point: str) -> None:
+        if point in self._points:
+            self._start()
+
+    def wait(self, pending: _Held) -> torch.Tensor:
+        if pending in self._held:
+            self._start()
+        return self._inner.wait(pending.pending)
+
+    def _start(self) -> None:
+        held, self._held = self._held, []
+        for one in held:
+            one.pending = self._inner.run(one.collective, *one.args)
+
+    def close(self) -> None:
+        self._held.clear()

@@ -10,7 +10,8 @@ from tokenweave.planning import Mode, Plan
 
 _FIRST_GEMMS = ("qkv", "gate_up")  # of a stage: these start beside the other split's collective
 _GEMMS = ("qkv", "o", "gate_up", "down")
-_SHAPES = ((4, 4), (8, None), (8, 2), (8, 4), (12, 4), (16, 4))  # blocks, cluster
+_SHAPES = ((4, 4), (8, 2), (8, 4), (12, 4))  # blocks, cluster
+_LATE = ("qkv", "activation")  # points at which collectives start, so that gate_up is alone
 
 Best = Callable[[Sequence[Variant]], Variant]
 """Times candidates of one mode; gives the fastest."""
@@ -30,17 +31,25 @@ def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, sms: int, be
     """Blocks, clusters and SM budgets at an even cut, then cuts; one after the other. ``sms``: of the GPU."""
     even = aligned(tokens // 2, tokens)
 
-    def variant(cut: int, ctas: int, cluster: int | None, left: int | None, gemms: Sequence[str]) -> Variant:
+    def variant(
+        cut: int,
+        ctas: int,
+        cluster: int | None,
+        left: int | None,
+        gemms: Sequence[str],
+        start: Sequence[str] = (),
+    ) -> Variant:
         budget = {(gemm, split): left for gemm in gemms for split in ("prefix", "suffix") if left is not None}
-        plan = Plan(Mode.WOVEN, split=cut, ctas=ctas, cluster=cluster, gemm_sms=budget)
+        plan = Plan(Mode.WOVEN, split=cut, ctas=ctas, cluster=cluster, gemm_sms=budget, start_at=frozenset(start))
         text = f"cut {cut} ctas {ctas} cluster {cluster or 1} sms {left or 'all'} of {'+'.join(gemms) or '-'}"
-        return steps.of_plan("woven", text, plan, tokens)
+        return steps.of_plan("woven", text + (f" start {'+'.join(start)}" if start else ""), plan, tokens)
 
-    shapes: list[Variant] = [planned]
+    shapes: list[Variant] = [planned, variant(even, 8, None, None, ())]
     for ctas, cluster in _SHAPES:
-        shapes.append(variant(even, ctas, cluster, None, ()))
         for gemms in (_FIRST_GEMMS, _GEMMS):
             shapes.append(variant(even, ctas, cluster, sms - ctas, gemms))
+        beside = [gemm for gemm in _GEMMS if gemm != "gate_up"]
+        shapes.append(variant(even, ctas, cluster, sms - ctas, beside, _LATE))
     first = best(shapes)
     plan = first.plan
     assert plan is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +98,13 @@ def row_range(
     return inputs, torch.from_numpy(rows.sampled).to(device)
 
 
-def splits_of(chunks: Sequence[Chunk], plan: Plan, residual: torch.Tensor, packed: bool = False) -> list[Split]:
+def splits_of(
+    chunks: Sequence[Chunk],
+    plan: Plan,
+    residual: torch.Tensor,
+    packed: bool = False,
+    reached: Callable[[str], None] | None = None,
+) -> list[Split]:
     """The step as the schedule walks it: one split, or the prefix and the suffix of a woven plan.
 
     The final rows of the splits, one after the other, are in the order of the chunks that are ``sampled``.
@@ -106,6 +112,7 @@ def splits_of(chunks: Sequence[Chunk], plan: Plan, residual: torch.Tensor, packe
     Args:
         residual: [at least rows_of(chunks), hidden]; each split gets its view.
         packed: as :func:`row_range`.
+        reached: of the splits' :class:`Inputs`; None for nobody.
 
     Raises:
         ValueError: the plan's cut leaves no row on one side.
@@ -116,6 +123,8 @@ def splits_of(chunks: Sequence[Chunk], plan: Plan, residual: torch.Tensor, packe
         inputs, sampled = row_range(chunks, start, stop, residual.device, packed)
         if residual.is_cuda:
             inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name))
+        if reached is not None:
+            inputs = dataclasses.replace(inputs, reached=reached)
         splits.append(Split(start, stop - start, inputs, residual[start:stop], sampled))
     return splits
 

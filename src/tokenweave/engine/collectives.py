@@ -1,4 +1,4 @@
-"""The collective that a plan's stages end with."""
+"""The collective that a plan's stages end with, and where it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.call import Layout
+from tokenweave.overlap import Inline, Overlap, StartAt
 from tokenweave.planning.plan import Mode, Plan
 from tokenweave.stages import Epilogue
 from tokenweave.weave import Collective
@@ -30,6 +31,13 @@ def layout_of(plan: Plan, tokens: int, workspace: Workspace) -> Layout:
     memory = workspace.symmetric
     one_shot = plan.mode is Mode.FUSED and memory is not None and tokens <= memory.inbox_rows
     return "replicated" if one_shot else "sharded"
+
+
+def overlap_of(plan: Plan, overlap: Overlap) -> Overlap:
+    """What runs a step's collectives. ``overlap``: those of woven steps, when they need not wait for anything."""
+    if plan.split is None:
+        return Inline()
+    return StartAt(overlap, plan.start_at) if plan.start_at else overlap
 
 
 def check(workspace: Workspace) -> None:

@@ -16,14 +16,14 @@ import torch
 
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import Chunk, rows_of, splits_of
-from tokenweave.engine.collectives import check, collective_of
+from tokenweave.engine.collectives import check, collective_of, overlap_of
 from tokenweave.engine.graphs import StepGraphs
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.sampling import sample
 from tokenweave.engine.scheduler import NewRequest, Request, Scheduler
 from tokenweave.engine.text import Decoder, TextStream
 from tokenweave.models.config import ModelConfig
-from tokenweave.overlap import Inline, Overlap
+from tokenweave.overlap import Overlap
 from tokenweave.planning.plan import Plan
 from tokenweave.stages import Stage
 from tokenweave.weave import run_stages
@@ -142,7 +142,6 @@ class Engine:
         self._plan = plan
         self._stages = model.stages(cache)
         self._overlap = overlap
-        self._inline = Inline()
         self._tokenizer = tokenizer
         self._progress: dict[int, _Progress] = {}
         self._residual = torch.empty(
@@ -202,8 +201,8 @@ class Engine:
         """
         if self.graphs is not None and (final := self.graphs.forward(chunks, plan)) is not None:
             return final
-        splits = splits_of(chunks, plan, self._residual, self.model.packs)
-        overlap = self._overlap if len(splits) > 1 else self._inline
+        overlap = overlap_of(plan, self._overlap)
+        splits = splits_of(chunks, plan, self._residual, self.model.packs, overlap.reached)
         collective = collective_of(plan, rows_of(chunks), self.workspace)
         rows = run_stages(self._stages, splits, collective, self.workspace, overlap)
         return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -25,9 +25,9 @@ import torch
 
 from tokenweave.collective.workspace import Workspace
 from tokenweave.engine.batch import Chunk, gemm_sms, row_range_of, rows_of
-from tokenweave.engine.collectives import collective_of, layout_of
+from tokenweave.engine.collectives import collective_of, layout_of, overlap_of
 from tokenweave.engine.split_buffer import RowRange, SplitShape, packed_inputs
-from tokenweave.overlap import Inline, Overlap
+from tokenweave.overlap import Overlap
 from tokenweave.planning.plan import Mode, Plan
 from tokenweave.stages import Split, Stage
 from tokenweave.weave import Collective, run_stages
@@ -79,6 +79,7 @@ class Bucket:
     ctas: int | None
     cluster: int | None
     gemm_sms: tuple[tuple[tuple[str, str], int], ...]
+    start_at: frozenset[str]
 
     @property
     def rows(self) -> int:
@@ -99,7 +100,7 @@ def bucket_of(ranges: Sequence[RowRange], plan: Plan, max_rows: int, max_length:
     if rows > MAX_ROWS or sequences > _SEQUENCES[-1]:
         return None
     capacity = min(bucket_rows(rows), max_rows)
-    gemms = tuple(sorted(plan.gemm_sms.items()))
+    launch = (plan.mode, plan.ctas, plan.cluster, tuple(sorted(plan.gemm_sms.items())), plan.start_at)
     if len(ranges) == 1 and len(ranges[0].sequences) == rows:
         # A row a sequence: attention splits long contexts over blocks, by their bound, so it must not be far off.
         longest = max(s.length for s in ranges[0].sequences)
@@ -107,14 +108,14 @@ def bucket_of(ranges: Sequence[RowRange], plan: Plan, max_rows: int, max_length:
         while length < longest:
             length *= 4
         shape = SplitShape(capacity, capacity, capacity)
-        return Bucket((SplitBucket(shape, 1),), min(length, max_length), plan.mode, plan.ctas, plan.cluster, gemms)
+        return Bucket((SplitBucket(shape, 1),), min(length, max_length), *launch)
     room = min(next(size for size in _SEQUENCES if size >= sequences), max_rows)
     splits: list[SplitBucket] = []
     for given in ranges:
         size = given.rows if given is not ranges[-1] else capacity - sum(s.shape.rows for s in splits)
         longest = max(s.tokens for s in given.sequences)
         splits.append(SplitBucket(SplitShape(size, room, room), max(2, 1 << (longest - 1).bit_length())))
-    return Bucket(tuple(splits), max_length, plan.mode, plan.ctas, plan.cluster, gemms)
+    return Bucket(tuple(splits), max_length, *launch)
 
 
 @dataclass
@@ -124,6 +125,7 @@ class _Step:
     Attributes:
         buffer: int64, the splits' buffers one after the other.
         splits: over the buffer; copied for every walk.
+        overlap: runs the collectives.
         outputs: per split, [sampled, hidden] of the graph.
         collectives, bytes_sent: of one replay.
     """
@@ -133,6 +135,7 @@ class _Step:
     splits: list[Split]
     gather: list[torch.Tensor] | None
     collective: Collective
+    overlap: Overlap
     graph: torch.cuda.CUDAGraph | None = None
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     bytes: int = 0
@@ -167,7 +170,7 @@ class StepGraphs:
         self.replays = 0
         self.eager = 0
         self._stages, self._workspace, self._residual = stages, workspace, residual
-        self._overlap, self._inline = overlap, Inline()
+        self._overlap = overlap
         self._max_length, self._max_graphs, self._max_bytes = max_length, max_graphs, max_bytes
         self._steps: OrderedDict[Bucket, _Step] = OrderedDict()
         self._stream = torch.cuda.Stream(workspace.device)
@@ -235,6 +238,7 @@ class StepGraphs:
         # final rows are therefore all computed and then picked.
         layout = layout_of(plan, bucket.rows, workspace)
         pick = workspace.transport == "torch" or plan.mode is Mode.SEQUENTIAL or layout == "replicated"
+        overlap = overlap_of(plan, self._overlap)
         splits, gather, start = [], [], 0
         names = ("prefix", "suffix")
         for part, captured, name in zip(
@@ -242,7 +246,7 @@ class StepGraphs:
         ):
             tensors, rows = captured.shape.views(part), captured.shape.rows
             inputs = packed_inputs(tensors, captured.max_queries, bucket.max_length)
-            inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name))
+            inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name), reached=overlap.reached)
             residual = self._residual[start : start + rows]
             sampled = None if pick else tensors.sampled
             row_count = None if workspace.transport == "torch" else tensors.row_count
@@ -250,7 +254,7 @@ class StepGraphs:
             gather.append(tensors.sampled)
             start += rows
         collective = collective_of(plan, bucket.rows, workspace)
-        return _Step(bucket, buffer, splits, gather if pick else None, collective)
+        return _Step(bucket, buffer, splits, gather if pick else None, collective, overlap)
 
     def _fill(self, step: _Step, ranges: Sequence[RowRange]) -> None:
         """Copies the step's rows into its buffer; the host does not wait."""
@@ -263,8 +267,7 @@ class StepGraphs:
     def _walk(self, step: _Step) -> list[torch.Tensor]:
         """All of the step's launches, on the current stream and the overlap's."""
         splits = [dataclasses.replace(split) for split in step.splits]
-        overlap = self._overlap if len(splits) > 1 else self._inline
-        rows = run_stages(self._stages, splits, step.collective, self._workspace, overlap)
+        rows = run_stages(self._stages, splits, step.collective, self._workspace, step.overlap)
         if step.gather is None:
             return rows
         return [final.index_select(0, sampled) for final, sampled in zip(rows, step.gather, strict=True)]

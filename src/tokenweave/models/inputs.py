@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from tokenweave.models.sm_budget import sm_budget
+
+
+def _nobody_asks(point: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class Inputs:
         sequences: cover rows 0..tokens in order, without gaps. With ``packed`` it need not be given.
         packed: the sequences for attention in one launch, on GPUs where that is available.
         gemm_sms: GEMM name -> SMs that it should plan for, because a collective holds the others; all of them if absent.
+        reached: told of each of :data:`tokenweave.planning.plan.POINTS` when the compute comes to it.
     """
 
     token_ids: torch.Tensor
@@ -72,3 +80,11 @@ class Inputs:
     sequences: tuple[SequenceRows, ...]
     packed: PackedSequences | None = None
     gemm_sms: Mapping[str, int] = field(default_factory=dict)
+    reached: Callable[[str], None] = _nobody_asks
+
+    @contextmanager
+    def gemm(self, name: str) -> Iterator[None]:
+        """A GEMM is launched inside: says so, and limits it to its SMs."""
+        self.reached(name)
+        with sm_budget(self.gemm_sms.get(name)):
+            yield

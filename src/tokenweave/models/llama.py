@@ -16,7 +16,6 @@ from tokenweave.models.inputs import Inputs
 from tokenweave.models.loading import Part, Tensors
 from tokenweave.models.rotary import Rotary
 from tokenweave.models.sharding import ModelShard, Shard
-from tokenweave.models.sm_budget import sm_budget
 
 if TYPE_CHECKING:  # the engine imports the models
     from tokenweave.engine.kv_cache import KVCache
@@ -50,7 +49,7 @@ class Attention:
     ) -> None:
         """Normalised rows ``x`` [tokens, hidden] -> partial sums ``out`` [tokens, hidden]; writes the rows' K and V."""
         tokens = x.shape[0]
-        with sm_budget(inputs.gemm_sms.get("qkv")):
+        with inputs.gemm("qkv"):
             qkv = linear(x, self.qkv, self.qkv_bias).view(tokens, -1, self.head_dim)
         keys, values = kv.keys[layer], kv.values[layer]
         if kernels.available(x) and self.head_dim % 4 == 0:
@@ -61,11 +60,12 @@ class Attention:
             queries = qkv[:, : self.query_slots]
         else:
             queries = self._rope_cache(qkv, keys, values, rotary, inputs)
+        inputs.reached("attention")
         if inputs.packed is not None:
             heads = attend_packed(queries, keys, values, inputs.packed)
         else:
             heads = attend(queries, keys, values, inputs.sequences)
-        with sm_budget(inputs.gemm_sms.get("o")):
+        with inputs.gemm("o"):
             torch.mm(heads.reshape(tokens, -1), self.output.t(), out=out)
 
     def _rope_cache(
@@ -130,10 +130,11 @@ class GatedMLP:
 
     def compute(self, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
         """Normalised rows ``x`` [tokens, hidden] -> partial sums ``out`` [tokens, hidden]."""
-        with sm_budget(inputs.gemm_sms.get("gate_up")):
+        with inputs.gemm("gate_up"):
             gate_up = linear(x, self.gate_up, self.gate_up_bias)
+        inputs.reached("activation")
         activations = gated(gate_up)
-        with sm_budget(inputs.gemm_sms.get("down")):
+        with inputs.gemm("down"):
             torch.mm(activations, self.down.t(), out=out)
 
 

@@ -13,7 +13,6 @@ from tokenweave.models.inputs import Inputs
 from tokenweave.models.llama import GatedMLP, gated, load_mlp
 from tokenweave.models.loading import Part, Tensors
 from tokenweave.models.sharding import ModelShard, Segment, Shard
-from tokenweave.models.sm_budget import sm_budget
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,11 @@ class MixtureMLP:
         every = torch.arange(self.router.shape[0], device=x.device)
         ends = (flat.unsqueeze(1) == every).sum(0).cumsum(0).to(torch.int32)  # of each expert's rows
         rows = x.index_select(0, order // self.experts_per_token)
-        with sm_budget(inputs.gemm_sms.get("gate_up")):
+        with inputs.gemm("gate_up"):
             gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
+        inputs.reached("activation")
         activations = gated(gate_up)
-        with sm_budget(inputs.gemm_sms.get("down")):
+        with inputs.gemm("down"):
             parts = torch._grouped_mm(activations, self.down.transpose(1, 2), offs=ends)
         # Back in the rows' order, so that each row's experts are added in the order of its choices.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
