@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation_reference import reference, steps_of
+from tiny_llama import answers, make_engine, new_requests, save_tiny_llama
+from tokenweave.engine.sampling import SamplingParams
 from tokenweave.errors import RequestError
 from tokenweave.simulation import Limits, StepTable, Trace, measure, poisson, read_trace, simulate, sized
 
@@ -66,6 +68,25 @@ def test_steps_and_times_are_the_engines_schedulers(
         assert counts.steps == len(expected.steps)
         assert counts.mixed_steps == sum(bool(step.chunks) for step in expected.steps)
         assert counts.busy == sum(step.end - step.start for step in expected.steps)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize(("max_batch_tokens", "max_num_seqs"), [(16, 3), (64, 16), (7, 7)])
+def test_a_burst_takes_the_steps_that_the_engine_runs(model, max_batch_tokens, max_num_seqs):
+    numbers = np.random.default_rng(max_batch_tokens)
+    trace = Trace("test", numbers.integers(1, 41, 12), numbers.integers(1, 13, 12))
+    engine = make_engine(model, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs, cache_rows=2048)
+    params = [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True) for n in trace.outputs]
+    answers(engine, new_requests([[5] * int(n) for n in trace.prompts], params))
+    outcome = simulate(trace, Exact(), Limits(max_batch_tokens, max_num_seqs, 2048), record=True)
+    assert [(step.prefill_tokens, step.decode_tokens) for step in engine.steps] == [
+        (sum(size for _, _, size in chunks), decodes) for decodes, chunks in steps_of(outcome, 0)
+    ]
+    engine.close()
 
 
 @given(lengths=lengths, rate=st.floats(0.5, 200), seed=st.integers(0, 99), replicas=st.integers(1, 3))

@@ -195,26 +195,16 @@ def replica(
             first, growth, count = decode(decodes, positions)
             if count > endings[0][0] - ticks:
                 count = endings[0][0] - ticks
-            end = now + (count * first + growth * (count * (count - 1) / 2))
-            watching = not queue and left  # else nobody can start before somebody ends
+            end = now + _lasting(count, first, growth)
+            watching = not queue and left > 0  # else nobody can start before somebody ends
             while end >= limit:
                 limit = yield end
                 if watching and queue:
-                    watching = 0
+                    watching = False
                     request = queue[0]
                     if running < most_running and prompts[request] + outputs[request] <= free:
-                        # It starts at the first boundary at or after its arrival.
-                        wait = arrivals[request] - now
-                        count = min(count, max(1, int(wait / (first + growth * wait / first / 2))))
-                        while now + (count * first + growth * (count * (count - 1) / 2)) < arrivals[request]:
-                            count += 1
-                        while (
-                            count > 1
-                            and now + ((count - 1) * first + growth * ((count - 1) * (count - 2) / 2))
-                            >= (arrivals[request])
-                        ):
-                            count -= 1
-                        end = now + (count * first + growth * (count * (count - 1) / 2))
+                        count = _until(arrivals[request], now, count, first, growth)
+                        end = now + _lasting(count, first, growth)
             if record is not None:
                 record.append(Stretch(now, end, count, decodes, ()))
             busy += end - now
@@ -240,3 +230,19 @@ def replica(
             decodes -= 1
             positions -= prompts[request] + outputs[request] - 1
             unfinished[number] -= 1
+
+
+def _lasting(count: int, first: float, growth: float) -> float:
+    """Seconds of ``count`` steps, each ``growth`` longer than the one before."""
+    return count * first + growth * (count * (count - 1) / 2)
+
+
+def _until(time: float, start: float, most: int, first: float, growth: float) -> int:
+    """How many of ``most`` steps there are until the first end of a step at or after ``time`` > ``start``."""
+    wait = time - start
+    count = min(most, max(1, int(wait / (first + growth * wait / first / 2))))  # near; the loops make it exact
+    while count < most and start + _lasting(count, first, growth) < time:
+        count += 1
+    while count > 1 and start + _lasting(count - 1, first, growth) >= time:
+        count -= 1
+    return count

@@ -15,7 +15,7 @@ Chunks = tuple[tuple[int, int], ...]
 ExactUs = Callable[[Chunks, int, int], float]
 """(chunks, decodes, positions before each decode on average) -> us of the step."""
 
-_FIRST_SPAN, _FIRST_CONTEXT = 16, 64  # the lowest grid points above 0; the others double
+_FIRST_SPAN, _FIRST_CONTEXT = 16, 64  # the lowest grid points above 0
 _ROW_STEP = 64  # of GEMM tiles: a step of up to so many rows more costs hardly more
 _FEW, _MANY = 8, 1024  # grid points lie so close up to a row step; both ends of each stair are some up to here
 
@@ -70,20 +70,20 @@ class StepTable:
         Returns:
             (first, growth, steps): the n-th of the next ``steps`` >= 1 steps takes first + n * growth seconds, n from 0.
         """
-        octave = _octave(positions // decodes, _FIRST_CONTEXT)
-        key = decodes << 8 | octave
+        cell = _cell_of(positions // decodes, _FIRST_CONTEXT)
+        key = decodes << 8 | cell
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = self._line(decodes, octave)
+            line = self._lines[key] = self._line(decodes, cell)
         base, slope = line
         # Up to the next grid point, where the line has its kink.
-        steps = (_FIRST_CONTEXT << octave) - positions // decodes
+        steps = (_FIRST_CONTEXT << 2 * cell) - positions // decodes
         return base + slope * (positions / decodes), slope, steps
 
-    def _line(self, decodes: int, octave: int) -> tuple[float, float]:
+    def _line(self, decodes: int, cell: int) -> tuple[float, float]:
         """(seconds at context 0, seconds per position of context) between two grid points of the context."""
         low, high, weight = self._between(decodes)
-        start, stop = _ends(octave, _FIRST_CONTEXT)
+        start, stop = _ends(cell, _FIRST_CONTEXT)
         first, last = (
             (1 - weight) * self._point(low, low, 0, context) + weight * self._point(high, high, 0, context)
             for context in (start, stop)
@@ -108,8 +108,7 @@ class StepTable:
 
     def _in_cell(self, rows: int, decodes: int, span: float, context: float) -> float:
         """Seconds with rows at a grid point; linear in each of the others. ``span``: pairs of a prompt's row, a mean."""
-        s, c, d = int(span), int(context), decodes.bit_length()
-        s, c = _octave(s, _FIRST_SPAN), _octave(c, _FIRST_CONTEXT)
+        d, s, c = _cell_of(decodes, 1), _cell_of(int(span), _FIRST_SPAN), _cell_of(int(context), _FIRST_CONTEXT)
         key = ((rows << 5 | d) << 5 | s) << 5 | c
         cell = self._cells.get(key)
         if cell is None:
@@ -124,8 +123,8 @@ class StepTable:
 
     def _cell(self, rows: int, d: int, s: int, c: int) -> tuple[float, ...]:
         """Coefficients of 1, d, s, ds, c, dc, sc, dsc from the cell's eight corners."""
-        low = 1 << d - 1 if d else 0
-        axes = ((low, max(low, min(1 << d, rows - 1))), _ends(s, _FIRST_SPAN), _ends(c, _FIRST_CONTEXT))
+        low, high = _ends(d, 1)
+        axes = ((low, max(low, min(high, rows - 1))), _ends(s, _FIRST_SPAN), _ends(c, _FIRST_CONTEXT))
         values = [
             self._point(rows, decodes, span, context if decodes else 0)
             for context in axes[2]
@@ -166,10 +165,10 @@ def chunks_of(rows: int, span: float) -> Chunks:
     return ((length, 0),) * whole + (((rest, 0),) if rest else ())
 
 
-def _octave(value: int, first: int) -> int:
-    """Which cell of the grid 0, first, 2 first, 4 first, ..."""
-    return (value // first).bit_length()
+def _cell_of(value: int, first: int) -> int:
+    """Between which points of the grid 0, first, 4 first, 16 first, ... it lies."""
+    return ((value // first).bit_length() + 1) >> 1
 
 
-def _ends(octave: int, first: int) -> tuple[int, int]:
-    return (first << octave - 1 if octave else 0), first << octave
+def _ends(cell: int, first: int) -> tuple[int, int]:
+    return (first << 2 * cell - 2 if cell else 0), first << 2 * cell

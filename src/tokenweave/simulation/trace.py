@@ -123,7 +123,7 @@ def _is_one_of(word: str, names: Sequence[str]) -> bool:
 
 def _tokens(text: str) -> int:
     number = float(text)
-    if not (number >= 1 and number.is_integer()):  # NaN and infinities too
+    if not (1 <= number <= 2**53 and number.is_integer()):  # NaN and infinities too
         raise ValueError(text)
     return int(number)
 
@@ -132,6 +132,8 @@ def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
+        if not text.strip()[:1].isdigit():  # numpy reads words too: now, NaT
+            raise
         time = np.datetime64(text.strip().removesuffix("Z").removesuffix("+00:00"), "ns")
         seconds = float(time.astype(np.int64)) / 1e9
     if not abs(seconds) < 1e15:
