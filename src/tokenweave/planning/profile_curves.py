@@ -1,7 +1,8 @@
-"""Measured times between and beyond the points where they were measured: never falling, and in steps where the model has them."""
+"""Measured times between and beyond the points where they were measured: without noise, and in steps where the model has them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,18 +12,18 @@ Shape = Callable[[Any], Any]
 """int64 [n] -> float64 [n] that never falls: how time runs between two measured points."""
 
 
-def never_falling(values: Sequence[float]) -> np.ndarray:
+def never_falling(values: Sequence[float], noise: float = math.inf) -> np.ndarray:
     """The closest sequence that never falls, in least squares: neighbours in the wrong order share their mean.
 
-    A measured time that falls with more work is noise, or a kernel that the library had better not chosen; a cut that was
-    placed by either would be luck.
+    Args:
+        noise: falls by a larger share than this are kept: they are no noise.
     """
     means: list[float] = []
     counts: list[int] = []
     for value in values:
         means.append(float(value))
         counts.append(1)
-        while len(means) > 1 and means[-2] > means[-1]:
+        while len(means) > 1 and means[-1] < means[-2] <= means[-1] * (1 + noise):
             mean, count = means.pop(), counts.pop()
             means[-1] = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count)
             counts[-1] += count
@@ -38,17 +39,18 @@ class Curve:
             where it is flat between points that differ. Before the first point and beyond the last time is in proportion to
             it. None: straight lines; before the first point its time, beyond the last the line from 0 or from the last but
             one point, whichever is steeper.
+        noise: falls by a smaller share are smoothed out, as :func:`never_falling` does; by default all are.
 
     Attributes:
-        x, us: the points, in order, never falling.
+        x, us: the points, in order, smoothed.
     """
 
-    def __init__(self, points: Mapping[float, float], shape: Shape | None = None) -> None:
+    def __init__(self, points: Mapping[float, float], shape: Shape | None = None, noise: float = math.inf) -> None:
         if not points:
             raise ValueError("a curve without points")
         order = sorted(points)
         self.x = np.array(order, dtype=np.float64)
-        self.us = never_falling([points[x] for x in order])
+        self.us = never_falling([points[x] for x in order], noise)
         self._shape = shape
         if shape is None:
             self._tail = self.us[-1] / self.x[-1] if self.x[-1] > 0 else 0.0
@@ -103,21 +105,23 @@ class Surface:
     def __call__(self, x: Any, y: Any) -> Any:
         """us at (x, y), numbers or arrays that broadcast. Before the first x the first's time, beyond the last in
         proportion to x."""
-        x, y = np.broadcast_arrays(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
-        last = len(self._x) - 1
-        high = np.clip(np.searchsorted(self._x, x), min(1, last), last)
-        low = np.maximum(high - 1, 0)
-        span = self._x[high] - self._x[low]
-        share = np.clip((x - self._x[low]) / np.where(span > 0, span, 1.0), 0.0, 1.0)
-        at_low, at_high = self._line(low, y), self._line(high, y)
-        return ((at_low + (at_high - at_low) * share) * np.maximum(1.0, x / self._x[-1]))[()]
+        table = self._table
+        left, right, along = _between(self._x, x)
+        low, high, up = _between(self._y, y)
+        first, second = table[left, low], table[right, low]
+        first = first + (table[left, high] - first) * up
+        second = second + (table[right, high] - second) * up
+        if np.any(over := np.maximum(np.asarray(y) - self._y[-1], 0.0)):
+            first, second = first + self._tails[left] * over, second + self._tails[right] * over
+        return (first + (second - first) * along) * np.maximum(1.0, np.asarray(x) / self._x[-1])
 
-    def _line(self, which: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """us on the lines at the ``which``-th x."""
-        last = len(self._y) - 1
-        high = np.clip(np.searchsorted(self._y, y), min(1, last), last)
-        low = np.maximum(high - 1, 0)
-        span = self._y[high] - self._y[low]
-        share = np.clip((y - self._y[low]) / np.where(span > 0, span, 1.0), 0.0, 1.0)
-        inside = self._table[which, low] + (self._table[which, high] - self._table[which, low]) * share
-        return np.asarray(inside + self._tails[which] * np.maximum(y - self._y[-1], 0.0))
+
+def _between(grid: np.ndarray, x: Any) -> tuple[Any, Any, Any]:
+    """Indices of the neighbours of ``x`` in an ascending grid, and where between them it is, 0 to 1."""
+    last = len(grid) - 1
+    high = np.minimum(np.maximum(np.searchsorted(grid, x), min(1, last)), last)
+    low = np.maximum(high - 1, 0)
+    start = grid[low]
+    span = grid[high] - start
+    share = (np.asarray(x) - start) / np.where(span > 0, span, 1.0)
+    return low, high, np.minimum(np.maximum(share, 0.0), 1.0)

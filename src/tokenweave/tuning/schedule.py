@@ -23,12 +23,12 @@ from tokenweave.planning.profile_table import (
 GEMMS = ("qkv", "o", "gate_up", "down")
 OVERHEADS = ("kernel", "fork", "replay_host", "layer_host", "woven_layer_host")
 # (up to so many rows, in steps of): free GEMMs, and GEMMs beside a collective, which are halves of a step.
-FREE_ROWS = ((2048, 64), (4096, 128), (8192, 256), (16384, 1024))
-HELD_ROWS = ((1024, 128), (2048, 256), (4096, 512), (8192, 1024), (16384, 4096))
-FINE_HELD_ROWS = ((1024, 64), (2048, 128), (4096, 256), (8192, 512))
+FREE_ROWS = ((4096, 64), (8192, 128), (16384, 512))
+HELD_ROWS = ((2048, 128), (4096, 256), (8192, 512), (16384, 2048))
+FINE_HELD_ROWS = ((2048, 64), (4096, 128), (8192, 256))
 FEW_ROWS = (1, 16, 32)
-TARGET_ROWS = (512, 1536, 4096)  # where SM targets are compared
-LOWER_TARGETS = (0, 8)  # SMs below those that the collective leaves
+TARGET_ROWS = (512, 768, 1280, 1920, 3072, 4608)  # where SM targets are compared: some are a wave or two of most GEMMs
+LOWER_TARGETS = (0, 4, 8, 16)  # SMs below those that the collective leaves: its blocks can break up the GEMM's clusters
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _held(ranges: tuple[tuple[int, int], ...]) -> Callable[[Setting, Times], Ite
 
 def _left_alone(setting: Setting, times: Times) -> Iterator[Point]:
     """GEMMs that are told of fewer SMs although the collective has ended; and collectives beside GEMMs."""
-    for tokens in TARGET_ROWS:
+    for tokens in TARGET_ROWS[::2]:
         if tokens <= setting.max_tokens:
             for ctas, cluster in setting.blocks:
                 for name in GEMMS:
