@@ -182,10 +182,10 @@ def test_interpolated_times_are_the_predictors(gpu: str, tp: int, transport: str
             us = 1e6 * table.mixed(rows, decodes, pairs, decodes * context)
             mixed[mode].append(us / exact[mode](tuple(chunks), decodes, context) - 1)
     for mode in exact:
-        for errors, median, most in ((np.array(decode[mode]), 0.001, 0.03), (np.array(mixed[mode]), 0.005, 0.06)):
+        for errors, median, most in ((np.array(decode[mode]), 0.005, 0.04), (np.array(mixed[mode]), 0.01, 0.06)):
             assert np.median(abs(errors)) < median
             assert np.percentile(abs(errors), 95) < most
-            assert abs(errors.mean()) < 0.01
+            assert abs(errors.mean()) < 0.015
 
 
 def test_every_mode_has_its_time_and_steps_of_one_row_too() -> None:
