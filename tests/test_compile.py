@@ -27,6 +27,7 @@ from tokenweave.collective.kernels import (
     ring_kernel,
 )
 from tokenweave.collective.norm import norm_kernel
+from tokenweave.cuda_graph import _Fill
 from tokenweave.errors import CollectiveError
 
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}  # a block's, CUDA C++ Programming Guide
@@ -313,3 +314,9 @@ def test_command_fails_on_spills_in_main_variants(monkeypatch, capsys):
 def test_command_refuses_what_there_is_not(arguments, capsys):
     assert main(["compile", *arguments.split()]) == 2
     assert "expected" in capsys.readouterr().err
+
+
+def test_the_kernel_that_takes_the_place_of_memsets_compiles():
+    for arch in ("sm_80", "sm_90a", "sm_100a"):
+        compiled = compile_kernel(_Fill(), arch)
+        assert compiled.cubin.startswith(b"\x7fELF")

@@ -14,10 +14,10 @@ from tokenweave.collective import Workspace
 from tokenweave.collective.norm import add_rmsnorm, available
 from tokenweave.collective.torch_backend import normalised, reduced_rows
 from tokenweave.engine.batch import Chunk, splits_of
-from tokenweave.engine.collectives import collective_of
+from tokenweave.engine.collectives import collective_of, overlap_of
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.models import Model
-from tokenweave.overlap import CpuThread, CudaStream, Inline, Overlap
+from tokenweave.overlap import CpuThread, CudaStream, Overlap
 from tokenweave.planning import Mode, Plan
 from tokenweave.stages import Epilogue, Split, Stage
 from tokenweave.weave import Collective, run_stages
@@ -76,7 +76,6 @@ class PrefillSteps:
         self._model, self._seed, self._wrap = model, seed, wrap
         self._stages = model.stages(cache)
         self._residual = torch.empty(most, shape.hidden, dtype=model.dtype, device=device)
-        self._inline = Inline()
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
 
     def of_plan(self, mode: str, name: str, plan: Plan, tokens: int) -> Variant:
@@ -95,8 +94,9 @@ class PrefillSteps:
         generator = torch.Generator().manual_seed(self._seed)
         ids = torch.randint(self._model.config.vocab, (tokens,), generator=generator)
         chunk = Chunk(0, 0, tuple(ids.tolist()), 0, True)
-        splits = splits_of([chunk], plan or Plan(Mode.SEQUENTIAL), self._residual, self._model.packs)
-        overlap = self._overlap if len(splits) > 1 else self._inline
+        cut = plan or Plan(Mode.SEQUENTIAL)
+        overlap = overlap_of(cut, self._overlap)
+        splits = splits_of([chunk], cut, self._residual, self._model.packs, overlap.reached)
         memory = self.workspace if memory is None else memory
         stages: Sequence[Stage] = self._stages
         if self._wrap is not None:

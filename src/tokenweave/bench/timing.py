@@ -3,7 +3,6 @@ bootstrap intervals of their ratios. Figures from different loops are never comp
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tokenweave.cuda_graph import capturing
 from tokenweave.errors import RequestError
 
 MIN_ROUNDS = 20
@@ -102,18 +102,9 @@ class GraphClock:
             pool: of memory, as :func:`torch.cuda.graph_pool_handle` gives it, of which another graph is alive; None: its own.
         """
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream):
-            # thread_local: NCCL's watchdog thread queries events meanwhile, which would end a global capture.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                for _ in range(calls):
-                    call()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # it is broken already; the first error says why
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        with capturing(self.stream, pool) as graph:
+            for _ in range(calls):
+                call()
         torch.cuda.synchronize()
         return graph
 

@@ -78,15 +78,19 @@ def _check(status: int, what: str) -> None:
 
 
 class Function:
-    """A kernel loaded into the current context."""
+    """A kernel loaded into the current context.
+
+    Attributes:
+        function: its CUfunction.
+    """
 
     def __init__(self, kernel: Instantiation, compiled: Compiled) -> None:
         self.kernel = kernel
-        module, self._function = c_void_p(), c_void_p()
+        module, self.function = c_void_p(), c_void_p()
         _check(driver().cuModuleLoadData(byref(module), compiled.cubin), f"loading {kernel.name}")
-        _check(driver().cuModuleGetFunction(byref(self._function), module, kernel.name.encode()), kernel.name)
+        _check(driver().cuModuleGetFunction(byref(self.function), module, kernel.name.encode()), kernel.name)
         if kernel.dynamic_shared_bytes:  # 48 KiB without asking, and the static part counts too
-            status = driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, kernel.dynamic_shared_bytes)
+            status = driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, kernel.dynamic_shared_bytes)
             _check(status, f"{kernel.name}: {kernel.dynamic_shared_bytes} bytes of shared memory")
 
     def launch(
@@ -114,7 +118,7 @@ class Function:
         config = _Config(
             blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.dynamic_shared_bytes, stream, attributes, n
         )
-        status = driver().cuLaunchKernelEx(byref(config), self._function, pointers, None)
+        status = driver().cuLaunchKernelEx(byref(config), self.function, pointers, None)
         _check(status, f"launching {self.kernel.name} with {blocks} blocks in clusters of {cluster}")
 
 

@@ -12,7 +12,6 @@ agree on which of them have a graph.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenweave.collective.workspace import Workspace
+from tokenweave.cuda_graph import capturing
 from tokenweave.engine.batch import Chunk, gemm_sms, row_range_of, rows_of
 from tokenweave.engine.collectives import collective_of, layout_of, overlap_of
 from tokenweave.engine.split_buffer import RowRange, SplitShape, packed_inputs
@@ -291,17 +291,8 @@ class StepGraphs:
         torch.cuda.synchronize(workspace.device)
         free, reserved = torch.cuda.mem_get_info(workspace.device)[0], torch.cuda.memory_reserved(workspace.device)
         counted = workspace.collectives, workspace.bytes_sent
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # thread_local: NCCL's watchdog queries events in a thread of its own, which would end a global capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step.outputs = self._walk(step)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # it is broken already; the first error says why
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        with capturing(self._stream, self._pool) as graph:
+            step.outputs = self._walk(step)
         workspace.collectives, workspace.bytes_sent = counted  # nothing has run yet
         step.graph = graph
         pool = torch.cuda.memory_reserved(workspace.device) - reserved
