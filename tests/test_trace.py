@@ -112,6 +112,19 @@ def test_kernels_belong_to_the_annotation_that_launched_them():
     ]
 
 
+def test_a_collective_may_be_launched_in_the_middle_of_a_compute():
+    trace = {
+        "traceEvents": [
+            _event("user_annotation", "compute mlp_0 suffix", 0, 10),
+            _event("user_annotation", "collective mlp_0 prefix", 4, 2),
+            *(_event("cuda_driver", "cuLaunchKernel", at, 0.5, correlation=at) for at in (1, 5, 8, 12)),
+            *(_event("kernel", "some", 20 + at, 1, tid=7, stream=7, correlation=at) for at in (1, 5, 8, 12)),
+        ]
+    }
+    found = [(span.stage, span.split) for span in gpu_spans(trace)]
+    assert found == [("mlp_0", "suffix"), ("mlp_0", "prefix"), ("mlp_0", "suffix"), (None, None)]
+
+
 def test_a_graphs_kernels_take_the_stages_of_the_eager_step():
     eager = gpu_spans(_gpu_trace())
     graph = [Span(span.name, span.start + 100, span.end + 90, 3) for span in eager]

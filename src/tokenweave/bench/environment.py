@@ -81,6 +81,7 @@ class Monitor:
             self._nvml.nvmlInit()
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
             self._samples.append(self._read())
+            self._reasons.append(self._limits())
         except Exception:  # not installed, or no permission: nvidia-smi may still answer
             self._nvml = None
 
@@ -88,7 +89,7 @@ class Monitor:
         """Takes one sample; with nvidia-smi at most one every two seconds, because starting it disturbs the host."""
         if self._nvml is not None:
             self._samples.append(self._read())
-            self._reasons.append(int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
+            self._reasons.append(self._limits())
         elif time.monotonic() >= self._next:
             self._next = time.monotonic() + 2.0
             rows = _nvidia_smi("clocks.sm,power.draw,temperature.gpu", self._uuid)
@@ -101,6 +102,12 @@ class Monitor:
         milliwatts = self._nvml.nvmlDeviceGetPowerUsage(self._handle)
         celsius = self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)
         return float(sm), milliwatts / 1e3, float(celsius)
+
+    def _limits(self) -> int:
+        try:
+            return int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+        except self._nvml.NVMLError:  # not every GPU says
+            return 0
 
     def joules(self) -> float | None:
         """That the GPU has taken since its driver was loaded, by its own counter; None where it can't be read."""

@@ -109,24 +109,44 @@ def cpu_spans(trace: dict[str, Any]) -> list[Span]:
 
 
 def _annotations(events: Iterable[dict[str, Any]]) -> Callable[[float, int], tuple[str | None, str | None]]:
-    """(time, thread) -> stage and split of the annotation that the thread was in."""
+    """(time, thread) -> stage and split of the innermost annotation that the thread was in."""
     by_thread: dict[int, list[tuple[float, float, str, str]]] = defaultdict(list)
     for event in events:
         name = event["name"]
         if event.get("cat") == "user_annotation" and name.startswith((COMPUTE, COLLECTIVE)):
             _, stage, split = name.split(" ")
-            by_thread[event["tid"]].append((event["ts"], event["ts"] + event["dur"], stage, split))
-    # They don't nest, so that the one that began last is the only candidate.
-    ordered = {thread: sorted(named) for thread, named in by_thread.items()}
-    starts = {thread: [start for start, *_ in named] for thread, named in ordered.items()}
+            by_thread[event["tid"]].append((event["ts"], -event["dur"], stage, split))
+    changes = {thread: _changes(sorted(named)) for thread, named in by_thread.items()}
 
     def find(at: float, thread: int) -> tuple[str | None, str | None]:
-        index = bisect.bisect_right(starts.get(thread, []), at) - 1
-        if index < 0 or at > ordered[thread][index][1]:
-            return None, None
-        return ordered[thread][index][2:]
+        times, inside = changes.get(thread, ([], []))
+        index = bisect.bisect_right(times, at) - 1
+        return (None, None) if index < 0 else inside[index]
 
     return find
+
+
+def _changes(named: list[tuple[float, float, str, str]]) -> tuple[list[float], list[tuple[str | None, str | None]]]:
+    """Annotations as (start, -duration, stage, split), outer ones first -> when the innermost changes, and to which.
+
+    They nest where a collective is issued in the middle of a compute.
+    """
+    times: list[float] = []
+    inside: list[tuple[str | None, str | None]] = []
+    open_: list[tuple[float, str, str]] = []  # end, stage, split; the innermost is the last
+
+    def close(until: float) -> None:
+        while open_ and open_[-1][0] <= until:
+            times.append(open_.pop()[0])
+            inside.append(open_[-1][1:] if open_ else (None, None))
+
+    for start, negative, stage, split in named:
+        close(start)
+        open_.append((start - negative, stage, split))
+        times.append(start)
+        inside.append((stage, split))
+    close(float("inf"))
+    return times, inside
 
 
 def tagged(spans: Sequence[Span], eager: Sequence[Span]) -> list[Span]:
