@@ -13,14 +13,15 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenweave.integrations.vllm.cut import Tables
-from tokenweave.planning import Plan
+from tokenweave.integrations.vllm.measured import SIZES, Measured, milliseconds, slowest
+from tokenweave.planning import Mode, Plan
 
 if TYPE_CHECKING:
     from tokenweave.integrations.vllm.runtime import Cut, Runtime
@@ -107,31 +108,64 @@ class Graphs:
         found.graph.replay()
         return True
 
-    def make_at_start(self, tables: Tables, layers: int) -> None:
-        """Makes the graphs of the sizes that matter most; every rank calls it, on the runner's buffers.
+    def make_at_start(self, tables: Tables, layers: int, stock: Callable[[int], Callable[[], object]]) -> None:
+        """Measures, where the mode is not given, and makes the graphs of the sizes that matter most; every rank calls it.
 
         Args:
             tables: of any dummy step; their contents are overwritten and restored.
+            stock: rows -> vLLM's own step of as many, to be called with the buffers filled.
         """
         began, runtime = time.perf_counter(), self._runtime
         count = max(4, LAYERS_AT_START // max(layers, 1))
-        wanted = sorted(
-            self._by_importance()[:count], reverse=True
-        )  # large ones first: small ones fit into their memory
-        with _kept(tables.grown(min(MAX_ROWS, runtime.max_rows), self.requests)):
-            for capacity in wanted:
-                plan = runtime.plan([], capacity)
-                if plan is None:
-                    continue
-                grown = tables.grown(capacity, self.requests)
-                found = self._new(plan, grown, capacity, (*grown.addresses(), *runtime.addresses()))
-                _fill(grown, capacity, runtime.max_length)
-                self._eagerly(found)
-                self._capture(found)
-                self._graphs[_key(capacity, plan)] = found
+        most = min(MAX_ROWS, runtime.max_rows)
+        with _kept(tables.grown(most, self.requests)):
+            if runtime.mode is None:
+                runtime.measured = self._measure(
+                    [size for size in SIZES if self.least_rows <= size <= most], tables, stock
+                )
+            for capacity in sorted(
+                self._by_importance()[:count], reverse=True
+            ):  # small ones fit into large ones' memory
+                if (plan := runtime.plan([], capacity)) is not None:
+                    self._make(plan, capacity, tables)
         torch.cuda.synchronize(runtime.device)
         if runtime.steps.first_rank:
             log.info("TokenWeave: %d step graphs made in %.1f s", len(self), time.perf_counter() - began)
+
+    def _measure(
+        self, sizes: Sequence[int], tables: Tables, stock: Callable[[int], Callable[[], object]]
+    ) -> Measured | None:
+        runtime, device = self._runtime, self._runtime.device
+        if not sizes:
+            return None
+        rows = []
+        for size in sorted(sizes, reverse=True):
+            step = stock(size)
+            row = [milliseconds(step, device)]
+            for mode in (Mode.FUSED, Mode.WOVEN):
+                found = self._make(runtime.planner.plan(size, mode=mode), size, tables)
+                assert found.graph is not None
+                row.append(milliseconds(found.graph.replay, device))
+            rows.append(row)
+        columns = zip(*slowest(rows[::-1], runtime.workspace.group, device), strict=True)
+        measured = Measured(tuple(sorted(sizes)), *map(tuple, columns))
+        if runtime.steps.first_rank:
+            log.info("TokenWeave: ms of a step of %s", measured)
+        unused = [key for key, found in self._graphs.items() if measured.best(found.cut.rows) is not key[1]]
+        for key in unused:
+            del self._graphs[key]
+        return measured
+
+    def _make(self, plan: Plan, capacity: int, tables: Tables) -> _Graph:
+        key = _key(capacity, plan)
+        if key not in self._graphs:
+            grown = tables.grown(capacity, self.requests)
+            found = self._new(plan, grown, capacity, (*grown.addresses(), *self._runtime.addresses()))
+            _fill(grown, capacity, self._runtime.max_length)
+            self._eagerly(found)
+            self._capture(found)
+            self._graphs[key] = found
+        return self._graphs[key]
 
     def drop(self) -> None:
         """Drops all graphs and their memory, once the GPU is done with them."""

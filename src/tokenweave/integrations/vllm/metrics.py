@@ -60,7 +60,10 @@ class Steps:
     def line(self) -> str:
         """All counters, for a log."""
         ran = ", ".join(f"{mode} {self.modes[mode]} steps / {self.rows[mode]} tokens" for mode in self.modes) or "none"
-        stock = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items())) or "none"
+        stock = (
+            ", ".join(f"{reason} {count}" for reason, count in sorted((str(r), n) for r, n in self.reasons.items()))
+            or "none"
+        )
         return f"steps by mode: {ran} ({self.graphs} as graphs); as stock, by reason: {stock}"
 
     def _maybe_write(self) -> None:

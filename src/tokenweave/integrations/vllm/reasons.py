@@ -30,7 +30,7 @@ class Reason(str, Enum):
     LAYERS = "a layer is not what the walk knows"
     QUANTISATION = "a linear layer's quantisation cannot run un-reduced"
     VOCABULARY = "the embedding has added tokens or weights of its own kind"
-    WORKSPACE = "the workspace could not be had"
+    SETUP = "its buffers or its planner could not be set up"
     TRANSPORT = "the GPUs do not reach each other's memory"
     SLOWER_COLLECTIVE = "vLLM's all-reduce and norm were faster than the fused collective"
 

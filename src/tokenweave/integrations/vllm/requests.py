@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -25,7 +23,7 @@ class Rows:
 
 @dataclass
 class _Request:
-    prompt: np.ndarray
+    prompt: Sequence[int]
     cached: int  # tokens found in the prefix cache; 0 once its first step is planned
 
 
@@ -42,7 +40,7 @@ class Requests:
             prompt: all token ids known so far.
             cached: how many of them the prefix cache holds (or will, by the end of this step).
         """
-        self._requests[request] = _Request(np.asarray(prompt, dtype=np.int64), cached)
+        self._requests[request] = _Request(prompt, cached)
 
     def remove(self, request: str) -> None:
         """It ended; unknown names are ignored."""
@@ -74,16 +72,17 @@ class Requests:
         if reader.request == writer.request:
             return False
         mine = self._requests[reader.request]
-        end = min(writer.context + writer.tokens, mine.cached)
-        if begin >= end:
+        if begin >= min(writer.context + writer.tokens, mine.cached):
             return False
         other = self._requests.get(writer.request)
-        if other is None or len(other.prompt) < end:
-            return True  # tokens that are not known here: it may be
-        return bool((other.prompt[begin:end] == mine.prompt[begin:end]).all())
+        if other is None:
+            return True
+        # Blocks are shared only where everything up to their end is equal. Tokens past a prompt are not known here.
+        known = min(begin + 1, len(other.prompt))
+        return list(other.prompt[:known]) == list(mine.prompt[:known])
 
     def planned(self, step: Iterable[Rows]) -> None:
-        """The step is on its way: what these requests found cached is written by now or in it."""
+        """The step is on its way: what its requests found cached is written by now, or in it."""
         for rows in step:
             if (request := self._requests.get(rows.request)) is not None:
                 request.cached = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from tokenweave.collective import Workspace
 from tokenweave.engine.collectives import check, collective_of
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.graphs import TILE, Graphs
+from tokenweave.integrations.vllm.measured import Measured
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Requests, Rows
@@ -82,6 +83,7 @@ class Runtime:
         steps: counts them.
         requests: that are live.
         graphs: of this rank; None where steps run launch by launch.
+        measured: what auto mode goes by where it is there; the planner otherwise.
 
     Raises:
         CollectiveError: no workspace can be had.
@@ -103,7 +105,7 @@ class Runtime:
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.max_length = vllm_config.model_config.max_model_len
         self.off: Reason | None = None
-        self.steps = Steps()
+        self.steps = Steps(first_rank=dist.get_rank(group) == 0)
         self.requests = Requests()
         self.mode = asked_mode()
         self.workspace = Workspace(
@@ -119,11 +121,11 @@ class Runtime:
         self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=dtype, device=device)
         gpu = "cpu" if device.type == "cpu" else None
         self.planner = Planner(numbers, gpu, self.workspace.world_size, self.workspace.transport, self.mode or "auto")
-        # bf16 arithmetic is what the planner knows: of other weights it is only asked whether fusing pays.
         self.plain = vllm_config.quant_config is None
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
         self._inline = Inline()
+        self.measured: Measured | None = None
         self._plans: dict[tuple[int, bool, Mode | None], Plan] = {}
         self._made_graphs = False
 
@@ -177,6 +179,16 @@ class Runtime:
 
     def prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
         """Plans a step that stock vLLM would launch kernel by kernel; None, with the reason counted, if stock runs it."""
+        try:
+            return self._prepare(step, tables)
+        except Exception as error:  # whatever it is: vLLM goes on
+            log.exception("TokenWeave: a step could not be planned")
+            self.turn_off(Reason.ERROR, str(error))
+            return None
+        finally:
+            self.requests.planned(step)
+
+    def _prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
         if problem := self.compat.metadata_problem(tables.metadata, next(attentions(self.model))):
             self.turn_off(Reason.ATTENTION_BACKEND, problem)
             return None
@@ -226,21 +238,20 @@ class Runtime:
         self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=replayed)
         return self.workspace.buffer(step.cut.rows)
 
-    def capture_at_start(self, tables: Tables) -> None:
-        """Makes graphs once the cache is there; called on every rank, as often as vLLM captures graphs of its own."""
+    def capture_at_start(self, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> None:
+        """Makes graphs once the cache is there; called on every rank, as often as vLLM captures graphs of its own.
+
+        Args:
+            stock: rows -> vLLM's own step of as many, on the same buffers.
+        """
         if self.graphs is None or self._made_graphs or self.off is not None:
             return
         self._made_graphs = True
         failed = None
         try:
-            if (version := self.compat.flash_version(next(attentions(self.model)))) != 3:
-                log.info(
-                    "TokenWeave: FlashAttention %d: steps run launch by launch, from %d rows on", version, EAGER_ROWS
-                )
-                self.graphs = None
-                return
+            self._plans.clear()
             with torch.inference_mode():
-                self.graphs.make_at_start(tables, len(self.model.layers))
+                self.graphs.make_at_start(tables, len(self.model.layers), stock)
         except Exception as error:
             log.exception("TokenWeave: graphs could not be made")
             failed = error
@@ -296,15 +307,24 @@ class Runtime:
         return Split(start, tokens, inputs, self.residual[start:stop], row_count=real)
 
     def _plan_of(self, rows: int, *, allow_woven: bool) -> Plan:
-        key = rows, allow_woven and (self.plain or self.mode is not None), self.mode
+        key = rows, allow_woven, self.mode
         if key not in self._plans:
-            self._plans[key] = self.planner.plan(rows, mode=self.mode or "auto", allow_woven=key[1])
+            mode = self.mode
+            if mode is None and self.measured is not None:
+                mode = self.measured.best(rows, allow_woven=allow_woven)
+            elif mode is None and not self.plain:
+                allow_woven = False  # the planner knows bf16 GEMMs: of others it is only asked whether fusing pays
+            self._plans[key] = self.planner.plan(rows, mode=mode or "auto", allow_woven=allow_woven)
         return self._plans[key]
 
     def _may_capture(self) -> bool:
         from vllm.config import CUDAGraphMode
 
-        config = self.vllm_config
+        config, version = self.vllm_config, self.compat.flash_version(next(attentions(self.model)))
+        if version != 3:  # only that one makes its schedule on the device
+            if self.steps.first_rank:
+                log.info("TokenWeave: FlashAttention %d: no step graphs, steps of %d rows or more", version, EAGER_ROWS)
+            return False
         return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
     def _least_rows(self) -> int:

@@ -12,7 +12,8 @@ import torch
 
 from tokenweave.errors import TokenWeaveError
 from tokenweave.integrations.vllm import switch
-from tokenweave.integrations.vllm.checks import engine_problem, model_problem
+from tokenweave.integrations.vllm.checks import Finding, engine_problem, model_problem
+from tokenweave.integrations.vllm.first_use import slower_collective
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.numbers import model_numbers
 from tokenweave.integrations.vllm.reasons import Reason
@@ -50,15 +51,14 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
             numbers = model_numbers(config.hf_text_config, type(model).__name__)
             runtime = Runtime(model.model, numbers, vllm_config, compat, group.device_group, device, config.dtype)
     except TokenWeaveError as error:  # the workspace's own errors are agreed on by all ranks
-        says.say(Reason.WORKSPACE, str(error), warn=True)
+        says.say(Reason.SETUP, str(error), warn=True)
         return None
-    runtime.steps.first_rank = says.first_rank
     if platform == "cpu":
         from tokenweave.integrations.vllm import v1_cpu
 
         v1_cpu.install()
-    if platform == "cuda" and runtime.workspace.transport == "torch":
-        says.say(Reason.TRANSPORT, runtime.workspace.reason, warn=True)
+    if platform == "cuda" and (found := _collective_problem(runtime)):
+        says.say(*found, warn=True)
         runtime.close()
         return None
     if says.first_rank:
@@ -68,6 +68,14 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
             mode, runtime.workspace.transport, runtime.workspace.reason, runtime.max_rows, time.perf_counter() - began,
         )  # fmt: skip
     return runtime
+
+
+def _collective_problem(runtime: Runtime) -> Finding | None:
+    if runtime.workspace.transport == "torch":
+        return Reason.TRANSPORT, runtime.workspace.reason
+    if slower := slower_collective(runtime):
+        return Reason.SLOWER_COLLECTIVE, slower
+    return None
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,30 +46,62 @@ def state_class(on: bool) -> type:
             for_capture: bool = False,
             **kwargs: Any,
         ) -> dict[str, Any]:
-            metadata = super().prepare_attn(
-                input_batch, cudagraph_mode, block_tables, slot_mappings, *args, for_capture=for_capture, **kwargs
+            stock = functools.partial(
+                super().prepare_attn,
+                input_batch,
+                cudagraph_mode,
+                block_tables,
+                slot_mappings,
+                *args,
+                for_capture=for_capture,
+                **kwargs,
             )
-            runtime = self._runtime
+            metadata, runtime = stock(), self._runtime
             if runtime.off is not None:
                 return metadata
             tables = _tables(input_batch, block_tables, slot_mappings, metadata)
             if for_capture:
                 if tables is not None and runtime.compat.CAPTURES_AT_START:
-                    runtime.capture_at_start(tables)
+                    runtime.capture_at_start(tables, functools.partial(self._stock_step, tables, input_batch, args))
+                    metadata = stock()  # its builder's buffers were used meanwhile
                 return metadata
             step = _rows(input_batch)
-            try:
-                if not all(runtime.requests.known(rows.request) for rows in step):
-                    runtime.steps.count(Reason.DUMMY)
-                elif cudagraph_mode != CUDAGraphMode.NONE:
-                    runtime.steps.count(Reason.SMALL)
-                elif tables is None:
-                    runtime.steps.count(Reason.CACHE_GROUPS)
-                elif (planned := runtime.prepare(step, tables)) is not None:
-                    return Planned(metadata, planned)
-            finally:
-                runtime.requests.planned(step)
+            if not all(runtime.requests.known(rows.request) for rows in step):
+                reason = Reason.DUMMY
+            elif cudagraph_mode != CUDAGraphMode.NONE:
+                reason = Reason.SMALL
+            elif tables is None:
+                reason = Reason.CACHE_GROUPS
+            else:
+                planned = runtime.prepare(step, tables)
+                return metadata if planned is None else Planned(metadata, planned)
+            runtime.requests.planned(step)
+            runtime.steps.count(reason)
             return metadata
+
+        def _stock_step(self, tables: Tables, batch: Any, more: tuple[Any, ...], rows: int) -> Callable[[], object]:
+            """vLLM's own step of ``rows`` rows, in as few requests as may be; overwrites the runner's buffers."""
+            requests = -(-rows // self.max_model_len)
+            grown = tables.grown(rows, self.max_num_reqs)
+            buffers = SimpleNamespace(
+                device=self.device,
+                input_ids=grown.token_ids,
+                positions=grown.positions,
+                query_start_loc=grown.query_start_loc,
+                seq_lens=grown.seq_lens,
+                is_padding=torch.zeros(rows, dtype=torch.bool, device=self.device),
+            )
+            dummy = type(batch).make_dummy(requests, rows, buffers)
+            slots = grown.slots.fill_(-1).unsqueeze(0)
+            none = CUDAGraphMode.NONE
+            metadata = super().prepare_attn(dummy, none, (grown.block_table[:requests],), slots, *more)
+            by_layer = dict.fromkeys(metadata, slots[0])
+
+            def step() -> object:
+                with self._runtime.compat.stock_context(metadata, self.vllm_config, rows, by_layer):
+                    return self.model.model(dummy.input_ids, dummy.positions, None, None)
+
+            return step
 
         @property
         def _runtime(self) -> Runtime:

@@ -48,12 +48,10 @@ def _model_forward(original: Any) -> Any:
             return original(self, *args, **kwargs)
         context = get_forward_context()
         step = _rows(self)
-        planned = None
         if len(self.attn_groups) != 1 or len(self.attn_groups[0]) != 1:
             runtime.steps.count(Reason.CACHE_GROUPS)
-        else:
-            planned = runtime.prepare(step, _tables(self, context, kwargs, step))
-        runtime.requests.planned(step)
+            return original(self, *args, **kwargs)
+        planned = runtime.prepare(step, _tables(self, context, kwargs, step))
         if planned is None:
             return original(self, *args, **kwargs)
         metadata = Planned(context.attn_metadata, planned)

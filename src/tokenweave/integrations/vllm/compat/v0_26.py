@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from vllm.forward_context import create_forward_context, override_forward_context
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.forward_context import create_forward_context, override_forward_context, set_forward_context
 
 from vllm import ir
 
@@ -85,6 +86,26 @@ class _Reentered:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.pop().__exit__(*error)
+
+
+@contextmanager
+def stock_context(
+    metadata: dict[str, Any], vllm_config: Any, rows: int, slots: dict[str, torch.Tensor]
+) -> Iterator[None]:
+    """vLLM's forward context of a step that it launches kernel by kernel, with its all-reduce at work.
+
+    While vLLM captures graphs, its custom all-reduce outside of a capture only pretends (a warm-up needs no result).
+    """
+    communicator: Any = getattr(get_tp_group().device_communicator, "ca_comm", None)
+    capturing = getattr(communicator, "_IS_CAPTURING", False)
+    if capturing:
+        communicator._IS_CAPTURING = False
+    try:
+        with set_forward_context(metadata, vllm_config, num_tokens=rows, slot_mapping=slots):
+            yield
+    finally:
+        if capturing:
+            communicator._IS_CAPTURING = True
 
 
 def metadata_problem(metadata: Any, layer: Any) -> str | None:

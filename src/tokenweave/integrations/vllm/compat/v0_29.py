@@ -12,6 +12,7 @@ from tokenweave.integrations.vllm.compat.v0_26 import (
     normalise_queries_keys,
     partial_experts,
     rotate,
+    stock_context,
 )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "normalise_queries_keys",
     "partial_experts",
     "rotate",
+    "stock_context",
 ]
 
 CAPTURES_AT_START = False

@@ -1,0 +1,57 @@
+"""The fused collective against vLLM's own all-reduce and norm, timed once when the model is built."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from tokenweave.collective import fused_allreduce_rmsnorm
+from tokenweave.integrations.vllm.measured import slowest
+
+if TYPE_CHECKING:
+    from tokenweave.integrations.vllm.runtime import Runtime
+
+REPEATS = 5
+
+
+def slower_collective(runtime: Runtime) -> str | None:
+    """Whether vLLM's collective is faster at the largest step, as a sentence; None if ours is. Every rank calls it.
+
+    Both run on the same rows, in turns. A few milliseconds.
+    """
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    workspace, rows, device = runtime.workspace, runtime.max_rows, runtime.device
+    partial = workspace.buffer(rows).zero_()
+    weight = torch.ones(workspace.hidden, dtype=workspace.dtype, device=device)
+
+    def ours() -> None:
+        fused_allreduce_rmsnorm(partial, runtime.residual, weight, 1e-5, workspace)
+
+    def vllms() -> None:
+        torch.ops._C.fused_add_rms_norm(tensor_model_parallel_all_reduce(partial), runtime.residual, weight, 1e-5)
+
+    with torch.inference_mode():
+        times: list[list[float]] = [[], []]
+        for turn in range(REPEATS + 2):
+            for call, seen in zip((ours, vllms), times, strict=True):
+                us = _microseconds(call)
+                if turn >= 2:
+                    seen.append(us)
+    mine, theirs = slowest([[statistics.median(seen)] for seen in times], workspace.group, device)
+    runtime.residual.zero_()
+    if mine[0] < theirs[0]:
+        return None
+    return f"{rows} rows took {mine[0]:.0f} us, and vLLM's all-reduce and norm {theirs[0]:.0f}"
+
+
+def _microseconds(call: Callable[[], object]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3

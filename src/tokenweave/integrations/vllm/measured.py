@@ -1,0 +1,76 @@
+"""Which mode is fastest, as measured on this machine when vLLM starts: the last word in auto mode.
+
+The planner knows GEMMs, attention and links; it does not know vLLM's compiled kernels, its quantised GEMMs, or how fast its
+host launches them. So a few sizes are run both ways, and what was not faster is not used.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tokenweave.planning import Mode
+
+MARGIN = 0.99  # a mode must take at most this share of stock's time: clocks wander by about as much
+SIZES = (640, 1024, 2048, 4096, 8192)  # rows
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds of a step by size.
+
+    Attributes:
+        rows: ascending.
+        stock, fused, woven: of each size, by the slowest rank.
+    """
+
+    rows: tuple[int, ...]
+    stock: tuple[float, ...]
+    fused: tuple[float, ...]
+    woven: tuple[float, ...]
+
+    def best(self, rows: int, *, allow_woven: bool = True) -> Mode:
+        """The fastest mode for a step; ``SEQUENTIAL`` is stock. Between sizes, and beyond them, shares of stock's time are
+        interpolated over the logarithm of the rows."""
+        shares = {Mode.FUSED: self._share(self.fused, rows)}
+        if allow_woven:
+            shares[Mode.WOVEN] = self._share(self.woven, rows)
+        mode = min(shares, key=lambda m: shares[m])
+        return mode if shares[mode] <= MARGIN else Mode.SEQUENTIAL
+
+    def _share(self, times: Sequence[float], rows: int) -> float:
+        shares = [mine / stock for mine, stock in zip(times, self.stock, strict=True)]
+        return float(np.interp(np.log2(rows), np.log2(self.rows), shares))
+
+    def __str__(self) -> str:
+        """For the log."""
+        each = zip(self.rows, self.stock, self.fused, self.woven, strict=True)
+        return "; ".join(f"{n} rows: {s:.2f} stock, {f:.2f} fused, {w:.2f} woven" for n, s, f, w in each)
+
+
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median wall time of a call, the host's part included, after one that is not counted."""
+    times = []
+    for _ in range(REPEATS + 1):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[1:])
+
+
+def slowest(
+    times: Sequence[Sequence[float]], group: dist.ProcessGroup | None, device: torch.device
+) -> list[list[float]]:
+    """The largest of each figure over all ranks, so that all decide alike."""
+    table = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
+    return table.tolist()

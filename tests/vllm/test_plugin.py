@@ -1,0 +1,230 @@
+"""The plugin in real engines: greedy tokens are stock vLLM's in every mode, whatever the scheduler does with the requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+
+MODES = ("sequential", "fused", "woven")
+FAMILIES = {"llama": {}, "llama-bias": {}, "mistral": {"head_dim": 32}, "qwen2": {}, "qwen3": {}, "mixtral": {}}
+ENGINE = {"block_size": 32}  # small blocks, so that short prompts hit the prefix cache
+TOKENS = 10
+
+# Longer than a step (128 tokens), so cut in chunks; a shared beginning; single tokens; a step that is exactly full.
+PROMPTS = [
+    [3 + (7 * i) % 150 for i in range(200)],
+    [3 + (7 * i) % 150 for i in range(100)] + [5, 4, 3],
+    [9],
+    [11, 12],
+    [4 + (11 * i) % 140 for i in range(128)],
+    [3 + (7 * i) % 150 for i in range(200)],
+    [6 + (5 * i) % 99 for i in range(31)],
+]
+
+
+def in_modes(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    """mode -> tokens, and what the plugin counted."""
+    runtime = harness.model_of(llm).tokenweave
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        runtime.use(mode)
+        llm.reset_prefix_cache()
+        found[mode] = harness.generate(llm, prompts, max_tokens)
+        found[mode + " again"] = harness.generate(llm, prompts, max_tokens)  # out of the prefix cache
+    found["steps"] = {str(mode): count for mode, count in runtime.steps.modes.items()}
+    found["stock"] = {str(reason): count for reason, count in runtime.steps.reasons.items()}
+    return found
+
+
+def aborted(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    runtime = harness.model_of(llm).tokenweave
+    found = {}
+    for mode in MODES:
+        runtime.use(mode)
+        llm.reset_prefix_cache()
+        found[mode] = harness.generate_with_aborts(llm, prompts, {"0": 2, "4": 3, "6": 6}, max_tokens)
+    found["left"] = len(runtime.requests._requests)
+    return found
+
+
+def same_step_hit(llm: Any, veto: bool) -> dict[str, Any]:
+    """B finds cache blocks that A writes in B's first step, and lies before A: X made place for it."""
+    from vllm import SamplingParams
+
+    runtime, engine = harness.model_of(llm).tokenweave, llm.llm_engine
+    a = [3 + (7 * i) % 150 for i in range(220)]
+    b = a[:200] + [8] * 20
+    found: dict[str, Any] = {}
+    hazard = runtime.requests.hazard
+    for mode in MODES:
+        runtime.use(mode)
+        llm.reset_prefix_cache()
+        if not veto:
+            runtime.requests.hazard = lambda step, cut: False
+        tokens: dict[str, list[int]] = {}
+        try:
+            _add(engine, "x", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1, detokenize=False))
+            _add(engine, "a", a, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False))
+            _step(engine, tokens)  # all of X, the first chunk of A
+            _add(
+                engine,
+                "b",
+                b,
+                SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1),
+            )
+            while engine.has_unfinished_requests():
+                _step(engine, tokens)
+        finally:
+            runtime.requests.hazard = hazard
+        found[mode] = tokens
+    found["vetoes"] = {str(reason): count for reason, count in runtime.steps.reasons.items()}.get("prefix_hazard", 0)
+    return found
+
+
+def _add(engine: Any, name: str, prompt: list[int], sampling: Any) -> None:
+    engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+
+def _step(engine: Any, tokens: dict[str, Any]) -> None:
+    for output in engine.step():
+        answer = output.outputs[0]
+        tokens[output.request_id] = list(answer.token_ids)
+        if answer.logprobs:
+            first = answer.logprobs[0]
+            tokens[output.request_id + " logprob"] = next(iter(first.values())).logprob
+
+
+def failing_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    runtime = harness.model_of(llm).tokenweave
+    runtime.use("woven")
+    llm.reset_prefix_cache()
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a step that cannot run")
+
+    runtime.walk = broken
+    return {"tokens": harness.generate(llm, prompts, max_tokens), "off": str(runtime.off)}
+
+
+def class_of(llm: Any) -> str:
+    import sys
+
+    model = type(harness.model_of(llm))
+    return f"{model.__module__}:{model.__name__}:{'tokenweave.integrations.vllm.models' in sys.modules}"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: harness.tiny_model(tmp_path_factory.mktemp(family), family, **{"num_attention_heads": 4, **more})
+        for family, more in FAMILIES.items()
+    }
+
+
+ARGUMENTS = {"prompts": PROMPTS, "max_tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def off(folders: dict[str, Path]) -> harness.Run:
+    scenarios = {
+        "tokens": harness.Scenario(harness.generate, ARGUMENTS),
+        "class": harness.Scenario(class_of),
+        "plugins": harness.Scenario(harness.loaded_plugins),
+    }
+    return harness.run(folders["llama"], scenarios, engine=ENGINE)
+
+
+@pytest.fixture(scope="module")
+def on(folders: dict[str, Path]) -> harness.Run:
+    scenarios = {
+        "modes": harness.Scenario(in_modes, ARGUMENTS),
+        "aborted": harness.Scenario(aborted, ARGUMENTS),
+        "hit": harness.Scenario(same_step_hit, {"veto": True}),
+        "hit without veto": harness.Scenario(same_step_hit, {"veto": False}),
+        "failing": harness.Scenario(failing_step, ARGUMENTS),
+    }
+    return harness.run(folders["llama"], scenarios, engine=ENGINE, env={"TOKENWEAVE": "force"})
+
+
+def test_off_is_stock_vllm(off: harness.Run) -> None:
+    assert "tokenweave" in off["plugins"]
+    assert off["class"] == "vllm.model_executor.models.llama:LlamaForCausalLM:False"
+    assert "TokenWeave" not in off.log
+
+
+def test_every_mode_gives_the_tokens_of_the_engine_without_the_plugin(off: harness.Run, on: harness.Run) -> None:
+    for rank in on.ranks("modes"):
+        for mode in MODES:
+            assert rank[mode] == rank[mode + " again"] == off["tokens"], mode
+        # One row cannot be cut; everything else is.
+        assert rank["steps"]["woven"] > 5
+        assert rank["steps"]["fused"] > 10
+        assert rank["stock"] == {"planner": rank["stock"]["planner"]}
+    assert "TokenWeave: mode auto, torch transport" in on.log
+
+
+def test_requests_that_are_aborted_leave_the_others_as_they_were(off: harness.Run, on: harness.Run) -> None:
+    found = on["aborted"]
+    assert found["left"] <= 1  # of the 21 that ended; vLLM tells the runner in its next step
+    for mode in MODES:
+        assert found[mode] == found["sequential"]
+        whole = [tokens for i, tokens in enumerate(off["tokens"]) if i not in (0, 4, 6)]
+        assert [tokens for i, tokens in enumerate(found[mode]) if i not in (0, 4, 6)] == whole
+
+
+def test_a_hit_on_blocks_of_the_same_step_is_not_cut(on: harness.Run) -> None:
+    found = on["hit"]
+    assert found["vetoes"] == 1
+    for mode in ("fused", "woven"):
+        assert found[mode]["a"] == found["sequential"]["a"]
+        assert found[mode]["b"] == found["sequential"]["b"]
+        assert found[mode]["b logprob"] == pytest.approx(found["sequential"]["b logprob"], abs=1e-4)
+
+
+def test_without_the_veto_that_hit_reads_what_is_not_written(on: harness.Run) -> None:
+    found = on["hit without veto"]
+    assert found["fused"]["b logprob"] == pytest.approx(found["sequential"]["b logprob"], abs=1e-4)
+    assert abs(found["woven"]["b logprob"] - found["sequential"]["b logprob"]) > 1e-3
+
+
+def test_an_error_leaves_a_stock_engine(off: harness.Run, on: harness.Run) -> None:
+    assert on["failing"] == {"tokens": off["tokens"], "off": "error"}
+    assert "stock vLLM runs (error)" in on.log
+    assert "a step that cannot run" in on.log
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_families(folders: dict[str, Path], family: str) -> None:
+    scenarios = {"modes": harness.Scenario(in_modes, ARGUMENTS)}
+    found = harness.run(folders[family], scenarios, engine=ENGINE, env={"TOKENWEAVE": "force"})
+    for rank in found.ranks("modes"):
+        assert rank["sequential"] == rank["fused"] == rank["woven"] == rank["woven again"]
+        assert rank["steps"]["woven"] > 5
+
+
+def test_switched_on_where_it_was_never_measured_it_stays_off_and_says_so(folders: dict[str, Path]) -> None:
+    found = harness.run(folders["llama"], {"class": harness.Scenario(class_of)}, engine=ENGINE, env={"TOKENWEAVE": "1"})
+    assert found["class"].startswith("vllm.")
+    assert "was never measured with TokenWeave: TOKENWEAVE=force turns it on" in found.log
+
+
+def test_under_vllms_own_executor(folders: dict[str, Path], off: harness.Run) -> None:
+    found = harness.run(
+        folders["llama"],
+        {"tokens": harness.Scenario(harness.generate, ARGUMENTS)},
+        engine=ENGINE,
+        env={"TOKENWEAVE": "force", "TOKENWEAVE_MODE": "woven"},
+        executor="mp",
+    )
+    assert found["tokens"] == off["tokens"]
+    assert "TokenWeave: mode woven" in found.log
+
+
+def test_one_rank_runs_stock_and_says_so(folders: dict[str, Path]) -> None:
+    scenarios = {"tokens": harness.Scenario(harness.generate, {"prompts": PROMPTS[:2], "max_tokens": 2})}
+    found = harness.run(folders["llama"], scenarios, engine=ENGINE, env={"TOKENWEAVE": "force"}, ranks=1)
+    assert len(found["tokens"]) == 2
+    assert "stock vLLM runs (one_rank)" in found.log
