@@ -106,6 +106,10 @@ def _plans(rows: int, pick: random.Random, sms: int) -> list[Plan]:
         budget = {(gemm, split): sms - 8 for gemm in ("qkv", "gate_up") for split in ("prefix", "suffix")}
         plans.append(Plan(Mode.WOVEN, split=cut, ctas=8, cluster=4, gemm_sms=budget))
         plans.append(Plan(Mode.WOVEN, split=max(1, rows // 2), ctas=4))
+        late = frozenset(("qkv", "activation"))
+        plans.append(
+            Plan(Mode.WOVEN, split=cut, ctas=4, cluster=4, gemm_sms={("down", "suffix"): sms - 4}, start_at=late)
+        )
     return plans
 
 
