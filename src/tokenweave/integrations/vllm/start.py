@@ -45,28 +45,36 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
         return None
     began = time.perf_counter()
     device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    config = vllm_config.model_config
+    config, runtime = vllm_config.model_config, None
     try:
         with _plain_defaults():
             numbers = model_numbers(config.hf_text_config, type(model).__name__)
             runtime = Runtime(model.model, numbers, vllm_config, compat, group.device_group, device, config.dtype)
+            found = _collective_problem(runtime) if platform == "cuda" else None
     except TokenWeaveError as error:  # the workspace's own errors are agreed on by all ranks
-        says.say(Reason.SETUP, str(error), warn=True)
+        found = Reason.SETUP, str(error)
+    except Exception as error:
+        log.exception("TokenWeave: it could not be set up")
+        found = Reason.ERROR, str(error)
+    if found is not None or runtime is None:
+        if found is not None:
+            says.say(*found, warn=True)
+        if runtime is not None:
+            runtime.close()
         return None
     if platform == "cpu":
         from tokenweave.integrations.vllm import v1_cpu
 
         v1_cpu.install()
-    if platform == "cuda" and (found := _collective_problem(runtime)):
-        says.say(*found, warn=True)
-        runtime.close()
-        return None
     if says.first_rank:
-        mode = runtime.mode or "auto"
         log.info(
-            "TokenWeave: mode %s, %s transport (%s), %d rows; ready in %.1f s",
-            mode, runtime.workspace.transport, runtime.workspace.reason, runtime.max_rows, time.perf_counter() - began,
-        )  # fmt: skip
+            "TokenWeave: mode %s, %s transport (%s), steps of up to %d rows; ready in %.1f s",
+            runtime.mode or "auto",
+            runtime.workspace.transport,
+            runtime.workspace.reason,
+            runtime.max_rows,
+            time.perf_counter() - began,
+        )
     return runtime
 
 
