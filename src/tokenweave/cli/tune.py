@@ -1,13 +1,17 @@
-"""``tokenweave tune``: measures what a model's parts take on this machine's GPUs, for the planner."""
+"""``tokenweave tune``: measures what a model's parts take on this machine's GPUs, for the planner; says how well it predicts."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
+import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenweave.cli.arguments import numbers
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -15,7 +19,8 @@ if TYPE_CHECKING:
     from tokenweave.planning.profile_table import Identity, Table
     from tokenweave.tuning.tuner import Tuner
 
-_VALUES = ("model", "tp", "out", "max_tokens", "seconds", "time_limit")
+_VALUES = ("model", "tp", "out", "max_tokens", "seconds", "time_limit", "tokens", "layers", "json")
+_FLAGS = ("verify", "sweep")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +28,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", required=True, help="folder, .gguf file, or the name of a built-in configuration")
     parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the table (default: where the planner looks for it, in ~/.cache)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the table to write, or to --verify (default: where the planner looks for it)",
     )
     parser.add_argument("--max-tokens", type=int, default=16384, help="rows of the longest step (default %(default)s)")
     parser.add_argument(
@@ -32,6 +40,13 @@ def add_parser(subparsers: Any) -> None:
         default=60,
         help="of measuring; then the finest steps are left out (default %(default)s)",
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="measure nothing but steps, and compare them with the table's predictions"
+    )
+    parser.add_argument("--tokens", help="with --verify: of the prompts (default: 12 numbers from 72 to 15500)")
+    parser.add_argument("--layers", type=int, default=4, help="with --verify: of the model (default %(default)s)")
+    parser.add_argument("--sweep", action="store_true", help="with --verify: look for faster plans than the planner's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="with --verify: write the comparison")
     parser.add_argument(
         "--time-limit", type=float, default=300, help="seconds until the ranks are ended (default %(default)s)"
     )
@@ -56,7 +71,13 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--max-tokens {args.max_tokens}; expected at least 512")
     if args.seconds <= 0:
         raise RequestError(f"--seconds {args.seconds}; expected more than 0")
-    shard_of(read_config(args.model), 0, args.tp)
+    if args.layers < 1:
+        raise RequestError(f"--layers {args.layers}; expected at least 1")
+    config = read_config(args.model)
+    shard_of(config, 0, args.tp)
+    longest = max(_tokens(args)) if args.verify else 0
+    if longest > config.context:
+        raise RequestError(f"--tokens {longest}; the model's context is {config.context}")
 
 
 def _run_rank(args: argparse.Namespace) -> int:
@@ -64,7 +85,11 @@ def _run_rank(args: argparse.Namespace) -> int:
     from tokenweave.bench import launch
 
     with launch.joined() as me:
-        _tune(args, me, began)  # its graphs have to be gone before the ranks part
+        # Graphs have to be gone before the ranks part: they are locals of these.
+        if args.verify:
+            _verify(args, me)
+        else:
+            _tune(args, me, began)
     return 0
 
 
@@ -107,6 +132,69 @@ def _tune(args: argparse.Namespace, me: Rank, began: float) -> None:
         print(summary(table, path), flush=True)
 
 
+def _verify(args: argparse.Namespace, me: Rank) -> None:
+    """Steps of a few layers in every mode, as `tokenweave bench latency` runs them, beside their predictions."""
+    from tokenweave.bench import environment
+    from tokenweave.bench.latency import Config, LatencyBench
+    from tokenweave.bench.timing import GraphClock
+    from tokenweave.models import read_config
+    from tokenweave.models.dummy import dummy_model
+    from tokenweave.planning import Planner
+    from tokenweave.planning.machine import machine_of
+    from tokenweave.tuning.find import agreed_profile
+    from tokenweave.tuning.verify import MODES, checks, summary, text
+
+    def say(line: str) -> None:
+        if me.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    config = dataclasses.replace(read_config(args.model), layers=args.layers)
+    planners: list[Planner] = []
+
+    def planner(transport: str) -> Planner:
+        machine = machine_of(None, me.ranks, transport)
+        profile = agreed_profile(config, machine, me.group, args.out)
+        planners.append(Planner(config, mode="auto", costs=profile or machine))
+        say(f"predictions: {'measured table' if profile else 'analytical model'}, {planners[0].model.costs.source}")
+        return planners[0]
+
+    model = dummy_model(config, rank=me.rank, world_size=me.ranks, group=me.group, device=me.device, layers=args.layers)
+    bench = LatencyBench(
+        Config(
+            model=Path(args.model).name,
+            tokens=_tokens(args),
+            modes=MODES,
+            sweep=args.sweep,
+            sustain=0.0,
+            profile=False,
+            baselines=("nccl",),
+        ),
+        model,
+        planner,
+        me.group,
+        me.device,
+        GraphClock(me.group, me.device),
+        environment.Monitor(me.local),
+        environment.describe() if me.rank == 0 else {},
+        say,
+    )
+    result = bench.run()
+    if me.rank:
+        return
+    found = checks(result, planners[0])
+    print(text(found), flush=True)
+    if args.json is not None:
+        kept = {"checks": [check.as_json() for check in found], "summary": summary(found)}
+        kept |= {key: result[key] for key in ("environment", "config", "sweep", "rows", "wrong")}
+        args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
+    from tokenweave.tuning.verify import TOKENS
+
+    return TOKENS if args.tokens is None else numbers("--tokens", args.tokens)
+
+
 def _default_path(identity: Identity) -> Path:
     from tokenweave.collective.compile import cache_dir
     from tokenweave.tuning.find import profile_path
@@ -137,7 +225,7 @@ def summary(table: Table, path: Path) -> str:
 
 def command_line(args: argparse.Namespace) -> list[str]:
     """The arguments once more, for a rank."""
-    words = ["tune"]
+    words = ["tune", *(f"--{name}" for name in _FLAGS if getattr(args, name))]
     for name in _VALUES:
         if (value := getattr(args, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")

@@ -1,0 +1,121 @@
+"""How far a planner's predictions are from measured steps, and its plans from the best that a sweep finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from tokenweave.planning import Planner
+
+TOKENS = (72, 160, 330, 700, 1000, 1500, 2300, 3500, 5200, 7600, 11000, 15500)
+"""No powers of two, from few tokens to many: what graphs and cuts round up and split unevenly."""
+MODES = ("sequential", "fused", "woven", "auto", "no_comm")
+PREDICTED = ("sequential", "fused", "woven", "no_comm")
+SEQUENTIAL = "nccl"  # the all-reduce that is predicted; a rival's may be faster
+
+
+@dataclass(frozen=True)
+class Check:
+    """One number of tokens.
+
+    Attributes:
+        predicted, measured: ms of a step by mode: with the planner's plans, and up to the final norm (no vocabulary projection).
+        chosen: the mode that the planner takes.
+        best: ms of the fastest of all that was measured beside it in the same rounds; with a sweep its winners too.
+        chosen_ms: of the planner's choice in those rounds.
+        winner: what was the fastest.
+    """
+
+    tokens: int
+    predicted: Mapping[str, float]
+    measured: Mapping[str, float]
+    chosen: str
+    chosen_ms: float
+    best: float
+    winner: str
+
+    def error(self, mode: str) -> float | None:
+        """Of the prediction: +0.05 is 5 % too long. None if the mode was not measured."""
+        if mode not in self.measured or mode not in self.predicted:
+            return None
+        return self.predicted[mode] / self.measured[mode] - 1
+
+    @property
+    def loss(self) -> float:
+        """How much longer the choice takes than the fastest."""
+        return self.chosen_ms / self.best - 1
+
+    def as_json(self) -> dict[str, Any]:
+        errors = {mode: self.error(mode) for mode in PREDICTED}
+        return {
+            "tokens": self.tokens,
+            "predicted_ms": dict(self.predicted),
+            "measured_ms": dict(self.measured),
+            "errors": {mode: error for mode, error in errors.items() if error is not None},
+            "chosen": self.chosen,
+            "chosen_ms": self.chosen_ms,
+            "best_ms": self.best,
+            "winner": self.winner,
+            "loss": self.loss,
+        }
+
+
+def checks(result: Mapping[str, Any], planner: Planner) -> list[Check]:
+    """A :mod:`tokenweave.bench.latency` result, beside what its planner predicts.
+
+    Args:
+        result: of the modes sequential (NCCL's all-reduce among them), fused, woven, auto and no_comm.
+        planner: whose plans were measured, for the layers that were.
+    """
+    found = []
+    for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
+        rows = {row["mode"]: row for row in result["rows"] if row["tokens"] == tokens}
+        explanation = planner.explain(tokens, mode="auto")
+        head = planner.model.head_us(1) / 1e3
+        predicted = {mode: ms - head for mode, ms in explanation.predicted_ms.items() if mode in PREDICTED}
+        measured = {mode: row["ms"] for mode, row in rows.items() if mode in PREDICTED}
+        for entry in result["sequential"]:
+            if entry["tokens"] == tokens and entry["variant"] == SEQUENTIAL:
+                measured["sequential"] = entry["ms"]
+        # In a sweep a mode's row is of its fastest variant: the planned one's time is among the candidates'.
+        for entry in result["sweep"]:
+            if (entry["tokens"], entry["variant"]) == (tokens, "planned") and rows[entry["mode"]][
+                "variant"
+            ] != "planned":
+                measured[entry["mode"]] = entry["ms"]
+        chosen = rows["auto"]["ms"] if "auto" in rows else measured[str(explanation.plan.mode)]
+        rivals = {f"{mode} {row['variant']}": row["ms"] for mode, row in rows.items() if mode != "no_comm"}
+        winner = min(rivals, key=lambda name: rivals[name])
+        found.append(
+            Check(tokens, predicted, measured, str(explanation.plan.mode), chosen, min(chosen, rivals[winner]), winner)
+        )
+    return found
+
+
+def summary(found: Sequence[Check]) -> dict[str, dict[str, float]]:
+    """Median and largest of the errors' sizes by mode, and of the losses (``"choice"``)."""
+    sizes = {mode: [abs(e) for check in found if (e := check.error(mode)) is not None] for mode in PREDICTED}
+    sizes["choice"] = [check.loss for check in found]
+    return {name: {"median": median(values), "largest": max(values)} for name, values in sizes.items() if values}
+
+
+def text(found: Sequence[Check]) -> str:
+    """A line a number of tokens: measured / predicted ms (error) by mode, the choice and what it loses."""
+    modes = [mode for mode in PREDICTED if any(mode in check.measured for check in found)]
+    lines = ["tokens  " + "".join(f"{mode:>28}" for mode in modes) + "  chosen      loss  fastest"]
+    for check in found:
+        cells = []
+        for mode in modes:
+            error = check.error(mode)
+            cell = "-"
+            if error is not None:
+                cell = f"{check.measured[mode]:.3f} / {check.predicted[mode]:.3f} ({error:+.1%})"
+            cells.append(f"{cell:>28}")
+        lines.append(
+            f"{check.tokens:>6}  " + "".join(cells) + f"  {check.chosen:10} {check.loss:>5.1%}  {check.winner}"
+        )
+    for name, sizes in summary(found).items():
+        lines.append(f"{name}: median {sizes['median']:.1%}, largest {sizes['largest']:.1%}")
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""``tokenweave tune``: arguments, the summary, and the comparison of predicted with measured steps."""
+
+import json
+
+import pytest
+
+from tokenweave.cli import tune as cli
+from tokenweave.cli.main import main
+from tokenweave.planning import Planner
+from tokenweave.planning.profile import Profile
+from tokenweave.tuning.verify import MODES, TOKENS, checks, summary, text
+from tuning_cases import LLAMA, FakePieces, h200, setting_of, table_of
+
+MACHINE = h200()
+TABLE = table_of(
+    FakePieces(MACHINE, noise=0.02),
+    setting_of(MACHINE, blocks=((4, 4), (8, 4))),
+    date="2026-11-29",
+    model="Llama-3.1-8B",
+    seconds=61.2,
+    while_measuring={"sm_mhz": {"low": 1, "median": 1710, "high": 2}, "celsius": None},
+    left_out=["finer steps"],
+    uncovered=3,
+)
+
+
+def _args(*words):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    return parser.parse_args(["tune", "--model", "Llama-3.1-8B", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tp", "1"), "--tp 1; expected 2 to 8"),
+        (("--tp", "64"), "--tp 64; expected 2 to 8"),
+        (("--max-tokens", "100"), "--max-tokens 100; expected at least 512"),
+        (("--seconds", "0"), "--seconds 0.0; expected more than 0"),
+        (("--verify", "--layers", "0"), "--layers 0; expected at least 1"),
+        (("--verify", "--tokens", "1,x"), "--tokens '1,x'; expected positive whole numbers"),
+        (("--verify", "--tokens", "200000"), "--tokens 200000; the model's context is 131072"),
+        (("--model", "Llama-9"), "no model 'Llama-9'"),
+        ((), "--tp 2 needs as many GPUs; torch sees 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_before_any_rank_starts(words, message, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["tune", "--model", "Llama-3.1-8B", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rank_gets_the_same_arguments():
+    words = ("--tp=4", "--out=x/t.json", "--max-tokens=4096", "--seconds=9.5", "--verify", "--sweep", "--tokens=64,100")
+    args = _args(*words, "--layers=2", "--json=out.json", "--time-limit=10")
+    command = cli.command_line(args)
+    assert command[0] == "tune"
+    again = _args(*command[1:])
+    assert vars(again) == vars(args)
+
+
+def test_the_summary_names_what_was_measured_on_what(tmp_path):
+    shown = cli.summary(TABLE, tmp_path / "table.json")
+    assert f"Llama-3.1-8B on 2 x NVIDIA H200, p2p: {len(TABLE.times)} points" in shown
+    assert "in 61.2 s" in shown
+    assert "sm_mhz 1710" in shown
+    assert "left out for lack of time: finer steps" in shown
+    assert "3 samples ran longer than the work beside them" in shown
+    assert shown.endswith(f"written to {tmp_path / 'table.json'}")
+
+
+def _result(planner, tokens, wrong_by, swept=False):
+    """What the latency benchmark would find if steps took ``wrong_by`` times what is predicted."""
+    result = {"rows": [], "sequential": [], "sweep": []}
+    for n in tokens:
+        explanation = planner.explain(n)
+        head = planner.model.head_us(1) / 1e3
+        predicted = {mode: ms - head for mode, ms in explanation.predicted_ms.items()}
+        predicted["auto"] = predicted[str(explanation.plan.mode)]
+        for mode in MODES:
+            row = {"tokens": n, "mode": mode, "variant": "planned", "ms": predicted[mode] * wrong_by}
+            if mode == "sequential":
+                result["sequential"].append({"tokens": n, "variant": "nccl", "ms": row["ms"]})
+                row |= {"variant": "torch two-shot", "ms": row["ms"] * 0.9}
+            if mode == "woven" and swept:
+                result["sweep"].append({"tokens": n, "mode": "woven", "variant": "planned", "ms": row["ms"]})
+                row |= {"variant": "cut 64", "ms": row["ms"] * 0.8}
+            result["rows"].append(row)
+    return result
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_predictions_are_compared_with_the_steps_that_they_are_of(swept):
+    planner = Planner(LLAMA, costs=Profile(TABLE, LLAMA, MACHINE), mode="auto")
+    found = checks(_result(planner, (160, 3500), 1.25, swept), planner)
+    assert [check.tokens for check in found] == [160, 3500]
+    for check in found:
+        for mode in ("sequential", "fused", "woven", "no_comm"):
+            assert check.error(mode) == pytest.approx(0.8 - 1), "of NCCL's sequential step and of the planned woven one"
+    sizes = summary(found)
+    assert sizes["woven"] == {"median": pytest.approx(0.2), "largest": pytest.approx(0.2)}
+    woven = found[1]
+    assert woven.chosen == "woven"
+    assert woven.loss == pytest.approx(0.25 if swept else 0.0)
+    assert woven.winner == ("woven cut 64" if swept else "woven planned")
+    shown = text(found)
+    assert "-20.0%" in shown
+    assert f"choice: median {sizes['choice']['median']:.1%}, largest {sizes['choice']['largest']:.1%}" in shown
+    json.dumps([check.as_json() for check in found], allow_nan=False)
+
+
+def test_verified_tokens_are_no_powers_of_two():
+    assert len(TOKENS) == 12
+    assert min(TOKENS) >= 64
+    assert max(TOKENS) <= 16384
+    assert not any(n & (n - 1) == 0 for n in TOKENS)
