@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import re
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tokenweave.bench.environment import Monitor, describe
+from tokenweave.bench.environment import Monitor, describe, machine_line
 from tokenweave.collective.launch import loaded
 from tokenweave.models.sm_budget import sm_budget
 
@@ -126,7 +127,7 @@ class Bench:
     def kernels(
         self, x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, targets: list[int | None]
     ) -> list[dict[str, Any]]:
-        """The library's kernels for every number of rows and SM target: name, grid, block, and whether a memset comes first."""
+        """The library's kernels for every number of rows, a dict for each SM target; see :func:`kernels_of`."""
         sizes = range(STEP, MOST + 1, STEP)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for target in targets:
@@ -138,28 +139,35 @@ class Bench:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             profile.export_chrome_trace(file.name)
             events = json.loads(Path(file.name).read_text())["traceEvents"]
-        return _split_at_marks(events, [(target, rows) for target in targets for rows in sizes])
+        launches = split_at_marks(events, len(targets) * len(sizes))
+        return [
+            {"target": target, "rows": list(sizes)} | kernels_of(launches[i * len(sizes) :][: len(sizes)])
+            for i, target in enumerate(targets)
+        ]
 
 
-def _split_at_marks(events: list[dict[str, Any]], calls: list[tuple[int | None, int]]) -> list[dict[str, Any]]:
+def split_at_marks(events: list[dict[str, Any]], calls: int) -> list[list[dict[str, Any]]]:
     """A profiler's events on the GPU -> what each call launched. A mark is torch's fill kernel."""
     on_gpu = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memset")), key=lambda e: e["ts"])
-    found: list[dict[str, Any]] = []
-    inside: list[dict[str, Any]] = []
+    found: list[list[dict[str, Any]]] = [[]]
     for event in on_gpu:
-        if "FillFunctor" not in event["name"]:
-            inside.append(event)
-            continue
-        target, rows = calls[len(found)]
-        launches = [
-            {"name": re.sub(r"\(.*", "", e["name"]), "grid": e["args"].get("grid"), "block": e["args"].get("block")}
-            for e in inside
-        ]
-        found.append({"rows": rows, "target": target, "launches": launches})
-        inside = []
-    if len(found) != len(calls):
-        raise RuntimeError(f"the profiler saw {len(found)} of {len(calls)} GEMMs")
-    return found
+        if "FillFunctor" in event["name"]:
+            found.append([])
+        else:
+            found[-1].append(event)
+    if len(found) != calls + 1 or not all(found[:-1]):
+        raise RuntimeError(f"the profiler saw {len(found) - 1} of {calls} GEMMs")
+    return found[:-1]
+
+
+def kernels_of(calls: list[list[dict[str, Any]]]) -> dict[str, list[Any]]:
+    """What each call launched: the GEMM kernel's name and blocks, and whether a memset came first (of the tiles' counter)."""
+    gemms = [next(event for event in launches if event["cat"] == "kernel") for launches in calls]
+    return {
+        "kernel": [re.sub(r"\(.*", "", gemm["name"]) for gemm in gemms],
+        "blocks": [math.prod(gemm["args"]["grid"]) for gemm in gemms],
+        "memset": [int(launches[0]["cat"] == "gpu_memset") for launches in calls],
+    }
 
 
 def conditions(sms: int) -> list[Condition]:
@@ -191,12 +199,10 @@ def main() -> None:
             if time.monotonic() - start > BUDGET_S and how.step > STEP:
                 skipped.append(f"{name}, {how}")
                 continue
-            for rows in range(how.step, MOST + 1, how.step):
-                us = bench.gemm_us(x[:rows], weights, y[:rows], how)
-                times.append(
-                    {"shape": name, "rows": rows, "held": how.held, "cluster": how.cluster, "target": how.target}
-                    | {"us": round(us, 2)}
-                )
+            sizes = list(range(how.step, MOST + 1, how.step))
+            us = [round(bench.gemm_us(x[:rows], weights, y[:rows], how), 2) for rows in sizes]
+            row = {"shape": name, "held": how.held, "cluster": how.cluster, "target": how.target}
+            times.append(row | {"rows": sizes, "us": us})
             monitor.sample()
         try:
             kernels[name] = bench.kernels(x, weights, y, sorted({c.target for c in chosen}, key=lambda t: t or 0))
@@ -207,8 +213,10 @@ def main() -> None:
         ) as error:  # no permission to trace, say: the times are worth having alone
             kernels[name] = f"not traced: {error}"
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+    environment["while_measuring"] = monitor.take()
     result = {
-        "environment": environment | {"while_measuring": monitor.take()},
+        "machine": machine_line(environment, 1),
+        "environment": environment,
         "shapes": {name: {"n": n, "k": k} for name, (n, k) in SHAPES.items()},
         "times": times,
         "kernels": kernels,
@@ -216,7 +224,9 @@ def main() -> None:
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + "\n")
-    print(f"{len(times)} times, {len(skipped)} skipped, {time.monotonic() - start:.1f} s -> {out}")
+    print(
+        f"{sum(len(row['us']) for row in times)} times, {len(skipped)} skipped, {time.monotonic() - start:.1f} s -> {out}"
+    )
 
 
 if __name__ == "__main__":

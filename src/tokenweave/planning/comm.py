@@ -12,8 +12,8 @@ import numpy as np
 
 from tokenweave.collective.symmetric import oneshot_rows
 from tokenweave.errors import RequestError
+from tokenweave.planning.gemms import BYTES, ceil_div
 from tokenweave.planning.hardware import HBM_SHARE, L2_FOOTPRINT, L2_SM_BYTES, Gpu
-from tokenweave.planning.waves import BYTES, ceil_div
 
 TRANSPORTS = ("multimem", "p2p", "torch")
 

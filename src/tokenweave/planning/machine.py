@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tokenweave.errors import RequestError
-from tokenweave.planning import comm, waves
+from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
 from tokenweave.planning.runtime import GRAPH, Runtime
 
@@ -122,10 +122,10 @@ class Machine:
         return comm.held_sms(ctas, self.gpu, self.tp)
 
     def sm_targets(self, held: int) -> tuple[int | None, ...]:
-        return (int(waves.gemm_sms(self.gpu, held)),) if held else (None,)
+        return (int(gemms.gemm_sms(self.gpu, held)),) if held else (None,)
 
     def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
-        return waves.gemm_us(m, n, k, self.gpu, sms=sms, held=held, experts=experts)
+        return gemms.gemm_us(m, n, k, self.gpu, sms=sms, held=held, experts=experts)
 
     def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, rows: Any = None, held: Any = 0) -> Any:
         gpu = self.gpu
@@ -133,7 +133,7 @@ class Machine:
         math = (
             pairs * (4 * query / (tflops * 1e6) * gpu.sms) / np.maximum(1, gpu.sms - held)
         )  # q.k and p.v: 2 FLOP each
-        return np.maximum(math, reads * (2 * waves.BYTES * kv / self._hbm)) + gpu.kernel_us
+        return np.maximum(math, reads * (2 * gemms.BYTES * kv / self._hbm)) + gpu.kernel_us
 
     def collective_us(self, tokens: Any, hidden: int, ctas: Any, *, alone: bool = False) -> Any:
         return comm.fused_us(tokens, hidden, self.tp, self.gpu, self.transport, ctas, alone=alone)
