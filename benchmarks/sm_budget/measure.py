@@ -112,7 +112,7 @@ def slots(sms: int) -> list[Slot]:
 class Bench:
     """One rank's side of the measurement."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, green: bool) -> None:
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(self.device)
@@ -139,21 +139,18 @@ class Bench:
         self.meet = torch.zeros(1, device=self.device)
         self.gemm_stream, self.comm_stream = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self.green: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        self.green_sms = self._make_green()
+        self.green_sms = self._make_green() if green else {"error": "switched off"}
         self.us_per_row = {launch: self._collective_us(*launch) / TIMED_ROWS for launch in LAUNCHES}
 
     def _make_green(self) -> dict[str, Any]:
         """Sets ``green`` if this driver has green contexts that run torch's and our kernels; says what they have, or why not."""
         try:
             comm, gemm, few, rest = split_streams(self.device.index, USUAL[0])
-            with torch.cuda.stream(gemm):
-                self.weight.add(1)
-            with torch.cuda.stream(comm):
-                self.collective(64, *USUAL)
-            torch.cuda.synchronize()
+            self.green = gemm, comm
+            self.held_us(lambda: self.weight.add(1), Condition(*USUAL, green=True), 64, [])
         except (ImportError, RuntimeError, TokenWeaveError) as error:
+            self.green = None
             return {"error": str(error)}
-        self.green = gemm, comm
         return {"collective": few, "gemm": rest}
 
     def say(self, text: str) -> None:
@@ -340,9 +337,10 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--rows", default="512,1024,2048", help="of the GEMMs (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
+    parser.add_argument("--no-green", action="store_true", help="without green contexts")
     args = parser.parse_args()
     began = time.monotonic()
-    bench = Bench(args.rounds)
+    bench = Bench(args.rounds, not args.no_green)
     bench.say(f"ready after {time.monotonic() - began:.1f} s; green contexts: {bench.green_sms}")
     result: dict[str, Any] = {
         "environment": describe() if bench.rank == 0 else {},
