@@ -23,6 +23,8 @@ from tokenweave.errors import RequestError
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream
 from tokenweave.planning import Mode, Plan, Planner, asked_mode
+from tokenweave.planning.machine import machine_of
+from tokenweave.tuning import agreed_profile
 
 log = logging.getLogger(__name__)
 
@@ -172,25 +174,23 @@ def engine_around(
         vocab=config.vocab,
     )
     cache = KVCache(config.layers, cache_rows, model.kv_heads_local, config.head_dim, dtype, device)
-    plan = plan_function(args, config, workspace.transport)
+    plan = plan_function(args, config, workspace.transport, group)
     overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
     return Engine(model, cache, workspace, scheduler, plan, overlap, tokenizer, args.graphs)
 
 
-def plan_function(args: EngineArgs, config: ModelConfig, transport: str) -> Callable[[Sequence[Chunk]], Plan]:
+def plan_function(
+    args: EngineArgs, config: ModelConfig, transport: str, group: dist.ProcessGroup | None = None
+) -> Callable[[Sequence[Chunk]], Plan]:
     """What the engine asks before each step: the planner for this model, these ranks and this machine.
 
     Args:
         args: their ``mode`` is given to every step, except that a step of one row cannot be woven and runs fused.
         transport: of the workspace.
+        group: of the ranks, all of which call it: they agree on what `tokenweave tune` has measured.
     """
-    planner = Planner(
-        config,
-        "cpu" if args.device_type == "cpu" else None,
-        args.tensor_parallel_size,
-        transport,
-        args.mode,
-    )
+    machine = machine_of("cpu" if args.device_type == "cpu" else None, args.tensor_parallel_size, transport)
+    planner = Planner(config, mode=args.mode, costs=agreed_profile(config, machine, group) or machine)
     captured = args.graphs and args.device_type == "cuda"
     told = False
 
