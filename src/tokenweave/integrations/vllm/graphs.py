@@ -12,15 +12,14 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenweave.integrations.vllm.cut import Tables
-from tokenweave.integrations.vllm.measured import SIZES, Measured, milliseconds, slowest
+from tokenweave.integrations.vllm.measured import SIZES, milliseconds
 from tokenweave.planning import Mode, Plan
 
 if TYPE_CHECKING:
@@ -108,53 +107,44 @@ class Graphs:
         found.graph.replay()
         return True
 
-    def make_at_start(self, tables: Tables, layers: int, stock: Callable[[int], Callable[[], object]]) -> None:
-        """Measures, where the mode is not given, and makes the graphs of the sizes that matter most; every rank calls it.
+    def time_modes(self, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> list[list[float]]:
+        """This rank's ms of a step of each of :attr:`sizes`: as stock, fused and woven. Every rank calls it.
 
         Args:
             tables: of any dummy step; their contents are overwritten and restored.
             stock: rows -> vLLM's own step of as many, to be called with the buffers filled.
         """
-        began, runtime = time.perf_counter(), self._runtime
-        count = max(4, LAYERS_AT_START // max(layers, 1))
-        most = min(MAX_ROWS, runtime.max_rows)
-        with _kept(tables.grown(most, self.requests)):
-            if runtime.mode is None:
-                runtime.measured = self._measure(
-                    [size for size in SIZES if self.least_rows <= size <= most], tables, stock
-                )
-            for capacity in sorted(
-                self._by_importance()[:count], reverse=True
-            ):  # small ones fit into large ones' memory
-                if (plan := runtime.plan([], capacity)) is not None:
-                    self._make(plan, capacity, tables)
-        torch.cuda.synchronize(runtime.device)
-        if runtime.steps.first_rank:
-            log.info("TokenWeave: %d step graphs made in %.1f s", len(self), time.perf_counter() - began)
+        runtime, times = self._runtime, []
+        with _kept(tables.grown(max(self.sizes), self.requests)):
+            for size in sorted(self.sizes, reverse=True):  # small ones fit into large ones' memory
+                row = [milliseconds(stock(size), runtime.device)]
+                for mode in (Mode.FUSED, Mode.WOVEN):
+                    found = self._make(runtime.planner.plan(size, mode=mode), size, tables)
+                    assert found.graph is not None
+                    row.append(milliseconds(found.graph.replay, runtime.device))
+                times.append(row)
+        return times[::-1]
 
-    def _measure(
-        self, sizes: Sequence[int], tables: Tables, stock: Callable[[int], Callable[[], object]]
-    ) -> Measured | None:
-        runtime, device = self._runtime, self._runtime.device
-        if not sizes:
-            return None
-        rows = []
-        for size in sorted(sizes, reverse=True):
-            step = stock(size)
-            row = [milliseconds(step, device)]
-            for mode in (Mode.FUSED, Mode.WOVEN):
-                found = self._make(runtime.planner.plan(size, mode=mode), size, tables)
-                assert found.graph is not None
-                row.append(milliseconds(found.graph.replay, device))
-            rows.append(row)
-        columns = zip(*slowest(rows[::-1], runtime.workspace.group, device), strict=True)
-        measured = Measured(tuple(sorted(sizes)), *map(tuple, columns))
-        if runtime.steps.first_rank:
-            log.info("TokenWeave: ms of a step of %s", measured)
-        unused = [key for key, found in self._graphs.items() if measured.best(found.cut.rows) is not key[1]]
-        for key in unused:
-            del self._graphs[key]
-        return measured
+    def make_at_start(self, tables: Tables, layers: int) -> None:
+        """Makes the graphs of the sizes that matter most, and drops those that only were measured; every rank calls it.
+
+        Args:
+            tables: as :meth:`time_modes`. layers: of the model.
+        """
+        runtime = self._runtime
+        wanted = sorted(self._by_importance()[: max(4, LAYERS_AT_START // max(layers, 1))], reverse=True)
+        plans = {size: plan for size in wanted if (plan := runtime.plan([], size)) is not None}
+        needed = {_key(size, plan) for size, plan in plans.items()}
+        self._graphs = {key: found for key, found in self._graphs.items() if key in needed}
+        with _kept(tables.grown(min(MAX_ROWS, runtime.max_rows), self.requests)):
+            for size, plan in plans.items():
+                self._make(plan, size, tables)
+        torch.cuda.synchronize(runtime.device)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of the steps that are measured, ascending."""
+        return [size for size in SIZES if self.least_rows <= size <= min(MAX_ROWS, self._runtime.max_rows)]
 
     def _make(self, plan: Plan, capacity: int, tables: Tables) -> _Graph:
         key = _key(capacity, plan)

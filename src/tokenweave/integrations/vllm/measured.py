@@ -36,6 +36,12 @@ class Measured:
     fused: tuple[float, ...]
     woven: tuple[float, ...]
 
+    @classmethod
+    def of(cls, rows: Sequence[int], times: Sequence[Sequence[float]]) -> Measured:
+        """From (stock, fused, woven) of each size."""
+        stock, fused, woven = zip(*times, strict=True)
+        return cls(tuple(rows), stock, fused, woven)
+
     def best(self, rows: int, *, allow_woven: bool = True) -> Mode:
         """The fastest mode for a step; ``SEQUENTIAL`` is stock. Between sizes, and beyond them, shares of stock's time are
         interpolated over the logarithm of the rows."""

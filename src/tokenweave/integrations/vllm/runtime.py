@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from tokenweave.collective import Workspace
 from tokenweave.engine.collectives import check, collective_of
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.graphs import TILE, Graphs
-from tokenweave.integrations.vllm.measured import Measured
+from tokenweave.integrations.vllm.measured import Measured, slowest
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Requests, Rows
@@ -28,6 +29,7 @@ from tokenweave.stages import Split, Stage
 from tokenweave.weave import run_stages
 
 log = logging.getLogger("vllm.tokenweave")
+T = TypeVar("T")
 
 EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them
 
@@ -244,21 +246,38 @@ class Runtime:
         Args:
             stock: rows -> vLLM's own step of as many, on the same buffers.
         """
-        if self.graphs is None or self._made_graphs or self.off is not None:
+        graphs = self.graphs
+        if graphs is None or self._made_graphs or self.off is not None:
             return
         self._made_graphs = True
-        failed = None
-        try:
+        began = time.perf_counter()
+        if self.mode is None and graphs.sizes:
+            times = self._together(lambda: graphs.time_modes(tables, stock))
+            if times is None:
+                return
+            self.measured = Measured.of(graphs.sizes, slowest(times, self.workspace.group, self.device))
             self._plans.clear()
+            if self.steps.first_rank:
+                log.info("TokenWeave: ms of a step: %s", self.measured)
+        self._together(lambda: graphs.make_at_start(tables, len(self.model.layers)))
+        if self.steps.first_rank:
+            log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
+
+    def _together(self, call: Callable[[], T]) -> T | None:
+        """The result of a call that all ranks make; None, with everything turned off, if it failed on any of them."""
+        result, failed = None, None
+        try:
             with torch.inference_mode():
-                self.graphs.make_at_start(tables, len(self.model.layers), stock)
+                result = call()
         except Exception as error:
             log.exception("TokenWeave: graphs could not be made")
             failed = error
-        if self._anywhere(failed is not None):
-            if self.graphs is not None:
-                self.graphs.drop()
-            self.turn_off(Reason.ERROR, str(failed or "on another rank"))
+        if not self._anywhere(failed is not None):
+            return result
+        if self.graphs is not None:
+            self.graphs.drop()
+        self.turn_off(Reason.ERROR, str(failed or "on another rank"))
+        return None
 
     @torch.inference_mode()
     def walk(self, cut: Cut, row_count: torch.Tensor | None = None) -> None:

@@ -1,0 +1,301 @@
+"""What is captured when, and on which buffers: the graphs' bookkeeping, with captures and replays that only write down."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tokenweave.integrations.vllm import graphs as module
+from tokenweave.integrations.vllm.cut import Tables
+from tokenweave.integrations.vllm.graphs import Graphs
+from tokenweave.integrations.vllm.metrics import Steps
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.integrations.vllm.requests import Rows
+from tokenweave.integrations.vllm.runtime import Cut, Planned, Runtime
+from tokenweave.models.config import ModelConfig
+from tokenweave.planning import Mode, Plan, Planner
+
+MAX_ROWS, REQUESTS = 2048, 64
+
+
+class Stream:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+class Graph:
+    """Remembers what was walked while it captured; a replay says so."""
+
+    capturing: Graph | None = None
+
+    def __init__(self) -> None:
+        self.walked: list[Cut] = []
+        self.replays = 0
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        Graph.capturing = self
+
+    def capture_end(self) -> None:
+        Graph.capturing = None
+
+    def replay(self) -> None:
+        assert len(self.walked) == 1
+        self.replays += 1
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr("tokenweave.integrations.vllm.runtime.slowest", lambda times, group, device: times)
+
+
+class Walks:
+    """In the place of :meth:`Runtime.walk`."""
+
+    def __init__(self) -> None:
+        self.eager: list[Cut] = []
+        self.layouts: list[tuple[list[int], list[int]]] = []
+
+    def __call__(self, cut: Cut, row_count: torch.Tensor | None = None) -> None:
+        assert row_count is not None
+        assert row_count.data_ptr() == cut.tables.query_start_loc[-1:].data_ptr()
+        if Graph.capturing is not None:
+            Graph.capturing.walked.append(cut)
+            return
+        self.eager.append(cut)
+        self.layouts.append((cut.tables.query_start_loc.tolist(), cut.tables.seq_lens.tolist()))
+
+
+def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
+    """A runtime without workspace, model and GPU."""
+    config = ModelConfig("llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192)
+    runtime = object.__new__(Runtime)
+    runtime.max_rows, runtime.max_requests, runtime.max_length = MAX_ROWS, REQUESTS, max_length
+    runtime.device, runtime.mode, runtime.measured, runtime.plain = torch.device("cuda"), mode, None, True
+    runtime.steps, runtime.off, runtime._plans, runtime._made_graphs = Steps(), None, {}, False
+    runtime.planner = Planner(config, "h200", 2, "p2p", "auto")
+    runtime.workspace = SimpleNamespace(
+        group=None, transport="torch", buffer=lambda rows: torch.zeros(rows, 4), world_size=2
+    )
+    runtime.requests = SimpleNamespace(hazard=lambda step, cut: False, planned=lambda step: None)
+    runtime.model = SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=None))] * 32)
+    runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
+    runtime.addresses = lambda: (1, 2)
+    runtime._anywhere = lambda true: true
+    runtime.walk = Walks()
+    runtime.graphs = Graphs(runtime, least_rows=513)
+    return runtime
+
+
+class Buffers:
+    """The runner's, filled with what a step leaves there."""
+
+    def __init__(self) -> None:
+        self.ids = torch.arange(MAX_ROWS, dtype=torch.int32)
+        self.positions = torch.arange(MAX_ROWS)
+        self.starts = torch.zeros(REQUESTS + 1, dtype=torch.int32)
+        self.lengths = torch.zeros(REQUESTS, dtype=torch.int32)
+        self.blocks = torch.zeros(REQUESTS, 16, dtype=torch.int32)
+        self.slots = torch.full((1, MAX_ROWS), -1)
+
+    def step(self, counts: list[int]) -> tuple[list[Rows], Tables]:
+        rows, n = sum(counts), len(counts)
+        self.starts[1 : n + 1] = torch.tensor(counts).cumsum(0)
+        self.starts[n + 1 :] = rows
+        self.lengths.zero_()
+        self.lengths[:n] = torch.tensor(counts)
+        self.slots.fill_(-1)
+        self.slots[0, :rows] = torch.arange(rows)
+        tables = Tables(
+            self.ids[:rows],
+            self.positions[:rows],
+            self.starts[: n + 1],
+            self.lengths[:n],
+            self.blocks[:n],
+            self.slots[0, :rows],
+            object(),
+        )
+        return [Rows(f"r{i}", count, 0) for i, count in enumerate(counts)], tables
+
+
+def run(runtime: Any, buffers: Buffers, counts: list[int]) -> torch.Tensor | None:
+    """A step as the state and the model run it."""
+    step, tables = buffers.step(counts)
+    planned = runtime.prepare(step, tables)
+    return None if planned is None else runtime.forward(Planned({}, planned), None)
+
+
+def test_a_new_size_runs_as_stock_then_launch_by_launch_then_as_a_graph() -> None:
+    runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
+    assert run(runtime, buffers, [1000]) is None
+    assert runtime.steps.reasons == {Reason.NEW_BUCKET: 1}
+    rows = run(runtime, buffers, [600, 390])  # the same size: 1024
+    assert rows is not None
+    assert rows.shape[0] == 990
+    assert (len(runtime.walk.eager), len(runtime.graphs), runtime.steps.graphs) == (1, 0, 0)
+    run(runtime, buffers, [1024])
+    run(runtime, buffers, [900])
+    assert (len(runtime.walk.eager), len(runtime.graphs), runtime.steps.graphs) == (1, 1, 2)
+    (found,) = runtime.graphs._graphs.values()
+    assert found.graph.replays == 2
+    (cut,) = found.graph.walked
+    assert cut.rows == cut.tables.token_ids.shape[0] == 1024
+    assert 0 < cut.plan.split < 897
+    assert cut.tables.seq_lens.shape[0] == REQUESTS  # a graph has room for all of them
+    assert cut.tables.addresses() == buffers.step([1024])[1].addresses()
+    assert run(runtime, buffers, [896]) is None  # another size
+    assert runtime.steps.rows == {Mode.WOVEN: 990 + 1024 + 900}
+
+
+def test_small_steps_have_no_graph_and_large_ones_run_launch_by_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    assert runtime.graphs.rows_of(512) is None
+    assert runtime.graphs.rows_of(513) == 640
+    assert runtime.graphs.rows_of(2048) == 2048
+    monkeypatch.setattr(module, "MAX_ROWS", 1024)
+    assert runtime.graphs.rows_of(1025) is None
+    assert run(runtime, buffers, [1100]) is None
+    assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
+    monkeypatch.setattr("tokenweave.integrations.vllm.runtime.EAGER_ROWS", 1100)
+    monkeypatch.setattr(Walks, "__call__", lambda self, cut, row_count=None: self.eager.append(cut))
+    assert run(runtime, buffers, [700, 400]) is not None
+    (cut,) = runtime.walk.eager
+    assert (cut.rows, cut.longest_query, cut.longest_sequence) == (1100, 700, 700)
+
+
+def test_more_requests_than_a_graph_has_room_for() -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    runtime.graphs.requests = 3
+    assert run(runtime, buffers, [200] * 4) is None
+    assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
+    run(runtime, buffers, [300] * 3)
+    assert runtime.steps.reasons[Reason.NEW_BUCKET] == 1
+
+
+def test_graphs_are_made_anew_when_the_cache_moves() -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    for _ in range(4):
+        run(runtime, buffers, [1000])
+    assert len(runtime.graphs) == 1
+    runtime.addresses = lambda: (1, 3)
+    assert run(runtime, buffers, [1000]) is None
+    assert len(runtime.graphs) == 0
+    for _ in range(2):
+        run(runtime, buffers, [1000])
+    assert len(runtime.graphs) == 1
+
+
+def stock_of(times: dict[int, float], sizes: list[int]) -> Any:
+    def stock(rows: int) -> Any:
+        sizes.append(rows)
+        return SimpleNamespace(rows=rows, ms=times[rows])
+
+    return stock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[Mode, float]:
+    """Milliseconds a replay takes per 1000 rows, by mode; stock steps say theirs."""
+    pace: dict[Mode, float] = {}
+
+    def milliseconds(call: Any, device: Any) -> float:
+        if isinstance(call, SimpleNamespace):
+            return call.ms
+        cut = call.__self__.walked[0]
+        return pace[cut.plan.mode] * cut.rows / 1000
+
+    monkeypatch.setattr(module, "milliseconds", milliseconds)
+    return pace
+
+
+def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    _, tables = buffers.step([7, 8])
+    before = [buffer.clone() for buffer in (buffers.starts, buffers.lengths, buffers.slots, buffers.positions)]
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 10.0})
+    sizes: list[int] = []
+    stock = stock_of({640: 5.8, 1024: 10.3, 2048: 30.0}, sizes)  # fused is 0.99 of stock's at 640
+    runtime.capture_at_start(tables, stock)
+    assert runtime.off is None
+    assert sizes == [2048, 1024, 640]
+    assert runtime.measured is not None
+    assert runtime.measured.best(640) is Mode.SEQUENTIAL
+    assert runtime.measured.best(1024) is runtime.measured.best(2048) is Mode.FUSED
+    after = (buffers.starts, buffers.lengths, buffers.slots, buffers.positions)
+    assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+    modes = {key[0]: key[1] for key in runtime.graphs._graphs}
+    assert 640 not in modes
+    assert {modes[size] for size in (1024, 1536, 2048)} == {Mode.FUSED}
+    assert all(found.graph is not None for found in runtime.graphs._graphs.values())
+    made = len(runtime.graphs)
+    runtime.capture_at_start(tables, stock)  # vLLM captures many graphs of its own
+    assert (len(sizes), len(runtime.graphs)) == (3, made)
+    assert run(runtime, buffers, [2000]) is not None
+    assert runtime.steps.graphs == 1
+
+
+def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED, max_length=900), Buffers()
+    _, tables = buffers.step([7, 8])
+    runtime.capture_at_start(tables, stock_of({}, []))
+    assert runtime.measured is None  # the mode was given
+    for cut, (starts, lengths) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
+        counts = [b - a for a, b in itertools.pairwise(starts)]
+        assert sum(counts) == cut.rows
+        assert counts == lengths  # no context
+        assert max(counts) <= 900
+
+
+def test_an_error_at_the_start_leaves_stock_on_all_ranks() -> None:
+    runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
+
+    def broken(cut: Cut, row_count: torch.Tensor | None = None) -> None:
+        raise RuntimeError("out of memory")
+
+    runtime.walk = broken
+    runtime.capture_at_start(buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is Reason.ERROR
+    assert len(runtime.graphs) == 0
+
+
+def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
+    runtime._anywhere = lambda true: True
+    runtime.capture_at_start(buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is Reason.ERROR
+    assert run(runtime, buffers, [1000]) is None or runtime.forward(Planned({}, None), None) is None  # type: ignore[arg-type]
+
+
+def test_a_hazard_takes_the_fused_plan() -> None:
+    runtime = make_runtime(Mode.WOVEN)
+    woven = runtime.plan([Rows("r", 1000, 0)], 1024)
+    assert woven.mode is Mode.WOVEN
+    runtime.requests.hazard = lambda step, cut: cut == woven.split
+    assert runtime.plan([Rows("r", 1000, 0)], 1024) == Plan(
+        Mode.FUSED, ctas=runtime.plan([], 1024).ctas, cluster=runtime.plan([], 1024).cluster
+    )
+    assert runtime.steps.reasons[Reason.PREFIX_HAZARD] == 3
+
+
+def test_quantised_models_are_not_cut_by_a_planner_that_knows_bf16() -> None:
+    runtime = make_runtime()
+    assert runtime.plan([], 2048).mode is Mode.WOVEN
+    runtime.plain = False
+    runtime._plans.clear()
+    assert runtime.plan([], 2048).mode is Mode.FUSED
+    runtime.mode = Mode.WOVEN
+    assert runtime.plan([], 2048).mode is Mode.WOVEN
