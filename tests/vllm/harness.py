@@ -1,6 +1,6 @@
 """Runs scenarios in a real vLLM engine on this machine's CPU, tensor parallel over 2 processes.
 
-A start of the engine takes 15 to 30 seconds, so a test module starts few engines and runs many scenarios in each. A scenario
+The first start of an engine takes 15 to 30 seconds, further ones some, so a test module starts few engines and runs many scenarios in each. A scenario
 is a top-level function of a test module, ``function(llm, **arguments)``, that runs on every rank in the same order and
 returns what JSON can hold::
 
@@ -24,18 +24,16 @@ The ranks are started as torchrun would start them, with vLLM's ``external_launc
 process (:func:`model_of`), so that a scenario can look at it, patch it or count its calls. ``executor="mp"`` runs the same
 scenarios under vLLM's own multiprocessing executor instead: one process calls them, and the model is out of reach.
 
-This module is also the program that each rank runs. It imports vLLM there only: never in pytest's process.
+vLLM is imported once, in a process beside pytest's, which forks the ranks (:mod:`preloaded`); each rank runs :func:`main`.
+So a variable that vLLM reads as it is imported (its log's level, say) can only be set in :data:`ENVIRONMENT`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -45,8 +43,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import preloaded
+
 RANKS = 2
-_GRACE = 10.0  # seconds between the first rank's failure and the end of the others
 _HERE = Path(__file__).resolve()
 
 ENGINE: dict[str, Any] = {
@@ -253,55 +252,29 @@ def _run_processes(folder: Path, processes: int, executor: str, env: Mapping[str
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     paths = [str(_HERE.parent), str(_HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    common = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths), **env}
+    base = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     # The engine's core in the scenario's process, where the model is to be within reach.
-    common.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if executor == "external_launcher" else "1")
-    started: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + time_limit
+    common = {**base, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if executor == "external_launcher" else "1", **env}
+    if executor == "external_launcher":
+        common |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    else:
+        environments = [common]
     try:
-        for rank in range(processes):
-            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
-            if executor != "external_launcher":
-                where = {}
-            with (folder / f"log{rank}.txt").open("wb") as log:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, str(_HERE), str(folder), str(rank)],
-                        env={**common, "MASTER_ADDR": "127.0.0.1", **{k: str(v) for k, v in where.items()}},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # its own workers end with it
-                    )
-                )
-        while any(process.poll() is None for process in started):
-            if any(process.poll() for process in started):
-                deadline = min(deadline, time.monotonic() + _GRACE)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        codes = [process.poll() for process in started]
+        codes = preloaded.run(folder, environments, time_limit, base)
         if any(codes) or None in codes:
             why = f"time limit of {time_limit:.0f} s" if not any(codes) else f"exit codes of the ranks: {codes}"
             raise EngineFailed("\n".join([why, *_log(folder).splitlines()[-80:]]))
     finally:
-        for process in started:
-            _kill_session(process)
         for left in Path("/dev/shm").glob(f"{folder.name}*"):
             left.unlink(missing_ok=True)
-
-
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _log(folder: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(folder.glob("log*.txt")))
 
 
-def _main(folder: Path, rank: int) -> None:
+def main(folder: Path, rank: int) -> None:
     """One rank: the engine, the scenarios, and their results as a file."""
     job = json.loads((folder / "job.json").read_text())
     from vllm import LLM
@@ -320,9 +293,6 @@ def _main(folder: Path, rank: int) -> None:
     (folder / f"results{rank}.json").write_text(json.dumps(results))
     if job["engine"]["distributed_executor_backend"] != "external_launcher":
         llm.llm_engine.engine_core.shutdown()  # its workers, and what they hold in /dev/shm
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # the other rank may be gone already: an orderly end of the process group would wait for it
 
 
 def _name_shared_memory(name: str) -> None:
@@ -345,7 +315,3 @@ def _load(file: Path, name: str) -> Callable[..., Any]:
         sys.modules[file.stem] = module
         spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
