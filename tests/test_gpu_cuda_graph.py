@@ -1,5 +1,7 @@
 """Captured graphs: memset nodes become kernel nodes, and the graph computes the same."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -8,42 +10,54 @@ from tokenweave.cuda_graph import capturing, replace_memsets
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 
 
-def test_memsets_are_replaced_and_the_order_stays():
-    device = torch.device("cuda", 0)
-    words = torch.ones(8, dtype=torch.int32, device=device)
-    seen = torch.zeros(3, dtype=torch.int32, device=device)
-    stream = torch.cuda.Stream(device)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        seen[0] = words.sum()
-        words.zero_()
-        seen[1] = words.sum()
-        words.add_(3)
-        seen[2] = words.sum()
-        graph.capture_end()
-    assert replace_memsets(graph.raw_cuda_graph(), device) >= 1
-    assert replace_memsets(graph.raw_cuda_graph(), device) == 0
-    graph.instantiate()
-    for first in (8, 24, 24):
-        graph.replay()
-        assert seen.tolist() == [first, 0, 24]
-
-
-def test_gemms_that_clear_a_counter():
+def test_the_counters_that_gemms_clear():
     """More tiles than blocks: cuBLAS clears a counter before such a GEMM."""
     device = torch.device("cuda", 0)
     a, b = (torch.randn(n, 4096, device=device, dtype=torch.bfloat16) for n in (2048, 14336))
     expected = a @ b.t()
     torch.cuda.synchronize()
-    with capturing(torch.cuda.Stream(device)) as graph:
+    kept = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        kept.capture_begin()
         results = [a @ b.t() for _ in range(3)]
+        kept.capture_end()
+    assert replace_memsets(kept.raw_cuda_graph(), device) == 3
+    assert replace_memsets(kept.raw_cuda_graph(), device) == 0
+    kept.instantiate()
+    with capturing(torch.cuda.Stream(device)) as graph:
+        results += [a @ b.t() for _ in range(3)]
     for _ in range(20):
         for result in results:
             result.fill_(float("nan"))
+        kept.replay()
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(result, expected) for result in results)
+
+
+def test_memsets_between_kernels():
+    """A value other than zero, in bytes, in the middle of a chain."""
+    device = torch.device("cuda", 0)
+    words = torch.ones(8, dtype=torch.int32, device=device)
+    seen = torch.zeros(3, dtype=torch.int64, device=device)
+    runtime = ctypes.CDLL("libcuda.so.1")
+    stream = torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        seen[0] = words.sum()
+        where, handle = ctypes.c_uint64(words.data_ptr()), ctypes.c_void_p(stream.cuda_stream)
+        assert runtime.cuMemsetD8Async(where, ctypes.c_ubyte(3), ctypes.c_size_t(16), handle) == 0
+        seen[1] = words.sum()
+        words.fill_(5)
+        seen[2] = words.sum()
+        graph.capture_end()
+    assert replace_memsets(graph.raw_cuda_graph(), device) == 1
+    graph.instantiate()
+    for first in (8, 40, 40):
+        start = 8 if first == 8 else 40
+        graph.replay()
+        assert seen.tolist() == [first, 4 * 0x03030303 + 4 * start // 8, 40]
 
 
 def test_a_capture_that_fails_leaves_the_stream_usable():
