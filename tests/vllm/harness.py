@@ -124,7 +124,7 @@ def run(
     env: Mapping[str, str] | None = None,
     executor: str = "external_launcher",
     ranks: int = RANKS,
-    time_limit: float = 150,
+    time_limit: float = 240,
 ) -> Run:
     """Starts one engine, runs the scenarios in it in order, and ends it.
 

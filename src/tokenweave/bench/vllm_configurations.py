@@ -178,13 +178,6 @@ def model_context(folder: Path) -> int:
     return context
 
 
-def plugin_is_visible() -> bool:
-    """Whether vLLM would find the plugin: it looks for the metadata of an installed package, not for sources."""
-    from importlib.metadata import entry_points
-
-    return any(point.name == "tokenweave" for point in entry_points(group="vllm.general_plugins"))
-
-
 def python_path() -> str:
     """PYTHONPATH for a child that has to import this package as this process does."""
     here = str(Path(__file__).parents[2])

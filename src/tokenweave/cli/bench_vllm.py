@@ -156,8 +156,8 @@ def _trace(args: argparse.Namespace, longest: int) -> tuple[Trace | None, tuple[
 
 def _check(args: argparse.Namespace) -> tuple[str, ...]:
     """The configurations; refuses what can be refused before an engine starts."""
-    from tokenweave.bench.vllm_configurations import CONFIGURATIONS, plugin_is_visible
-    from tokenweave.doctor_vllm import VLLM_INSTALL, installed_vllm
+    from tokenweave.bench.vllm_configurations import CONFIGURATIONS
+    from tokenweave.doctor_vllm import VLLM_INSTALL, installed_vllm, plugin_is_visible
 
     asked = args.configs.split(",")
     if unknown := [name for name in asked if name not in CONFIGURATIONS]:

@@ -6,18 +6,29 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenweave.doctor import Report, examine
+from tokenweave.errors import RequestError
+
+if TYPE_CHECKING:
+    from tokenweave.doctor_vllm import VllmReport
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="show what this machine has")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--vllm", metavar="MODEL", help="instead: what the vLLM plugin would do with this model, and why"
+    )
+    parser.add_argument("--tp", type=int, default=2, help="with --vllm: tensor parallel size (default 2)")
+    parser.add_argument("--gpu", help="with --vllm: the planner's name of a GPU (default: this machine's, or h200)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 0, or 2 where nothing can run."""
+    if args.vllm is not None:
+        return _run_vllm(args)
     report = examine()
     print(json.dumps({**dataclasses.asdict(report), "broken": report.broken}, indent=2) if args.json else text(report))
     return 2 if report.broken else 0
@@ -48,6 +59,32 @@ def text(report: Report) -> str:
     for advice in report.advice:
         lines += ["", f"{'PROBLEM' if advice.fatal else 'hint'}: {advice.what}", f"    {advice.remedy}"]
     return "\n".join(lines)
+
+
+def _run_vllm(args: argparse.Namespace) -> int:
+    from tokenweave.doctor_vllm import examine_vllm
+
+    if args.tp < 1:
+        raise RequestError(f"--tp {args.tp}; expected at least 1")
+    report = examine_vllm(args.vllm, tp=args.tp, gpu=args.gpu)
+    print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else vllm_text(report))
+    return 0
+
+
+def vllm_text(report: VllmReport) -> str:
+    """The vLLM report as a person reads it."""
+    found = report.vllm
+    version = "not installed" if found is None else found.version + (", the build for CPUs" if found.cpu else "")
+    lines = [
+        f"vLLM        {version}",
+        f"plugin      {report.plugin.value}: {report.plugin.why}",
+        f"found       {'yes' if report.visible else 'NO: no installed package has the entry point that vLLM looks for: pip install tokenweave'}",
+        f"model       {report.model.value}: {report.model.why}",
+    ]
+    if report.steps:
+        lines += ["", f"steps once the plugin is on, expected on {report.tp}x {report.gpu}:"]
+        lines += [f"{step.tokens:>8} tokens  {step.mode:<6} {step.why}" for step in report.steps]
+    return "\n".join([*lines, "", *(f"note: {note}" for note in report.notes)])
 
 
 def _versions(packages: Mapping[str, str | None]) -> str:
