@@ -40,14 +40,15 @@ def multimem_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int
 def oneshot_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int, rows: int = 1) -> Kernel:
     """The one-shot kernel: a block a row.
 
-    A handful of rows is fastest with the other kernels' threads per row, batches up to 2 MiB with a thread per vector
-    (5 % at 64 rows of 4096, 9 % at 256), larger ones with fewer threads again (2 H200).
+    On two ranks a handful of rows is fastest with the other kernels' threads per row; on more, where a thread waits for
+    several peers, and for batches up to 2 MiB a thread per vector is (5 % at 64 rows of 4096, 9 % at 256), and larger ones
+    with fewer threads again (2 and 4 H200).
     """
     norm_threads, _ = groups_of(hidden, dtype)
     row_bytes = hidden * ELEMENT_BYTES[dtype]
     vectors = row_bytes // 16
     threads = norm_threads
-    if rows > 8 and rows * row_bytes <= 2 << 20:
+    if (rows > 8 or ranks > 2) and rows * row_bytes <= 2 << 20:
         threads = max(norm_threads, -(-vectors // -(-vectors // 1024) // 32) * 32)
     return Kernel("oneshot", ranks, rank, hidden, dtype, options, threads, norm_threads=norm_threads)
 
