@@ -20,7 +20,7 @@ from tokenweave.models import model as model_module
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.machine import machine_of
 from tokenweave.planning.profile_table import GemmPoint, OverheadPoint
-from tokenweave.tuning import chains, gpu
+from tokenweave.tuning import chains, gpu, rig
 from tokenweave.tuning.schedule import PHASES, Setting
 from tokenweave.tuning.tuner import Tuner
 
@@ -164,6 +164,7 @@ def _no_gpu():
             "cover_us": lambda us: us,
             "MAX_POSITIONS": 1 << 12,
         },
+        rig: {"MAX_POSITIONS": 1 << 12},
         gpu.kernels: {"rope_cache": _rope, "available": lambda x: False},
         norm: {"available": lambda device: False},
         torch: {"_grouped_mm": _grouped},

@@ -6,7 +6,6 @@ memory as in a model of many layers and not from the L2 cache.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +20,8 @@ from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.engine.batch import Chunk, splits_of
 from tokenweave.engine.collectives import check
 from tokenweave.engine.kv_cache import KVCache
-from tokenweave.errors import RequestError
 from tokenweave.models import ModelConfig, kernels
 from tokenweave.models.attention_cuda import attend_packed
-from tokenweave.models.dummy import dummy_model
 from tokenweave.models.inputs import PackedSequences
 from tokenweave.models.llama import gated
 from tokenweave.models.mixtral import MixtureMLP
@@ -42,14 +39,11 @@ from tokenweave.planning.profile_table import (
     StagePoint,
     StreamPoint,
 )
-from tokenweave.planning.waves import attention_gemms, mlp_gemms
 from tokenweave.tuning.chains import Call, Chains, cover_us
+from tokenweave.tuning.rig import MAX_POSITIONS, rig_of
 from tokenweave.tuning.schedule import Setting
 
 UNTOLD = 2.2  # how much longer a GEMM can take beside held SMs that it is not told of
-MAX_LAYERS = 4
-MAX_POSITIONS = 1 << 19  # of the K/V cache that attention is measured over
-_MEMORY_SHARE = 0.6  # of the free memory that the weights and buffers may take
 
 
 class GpuPieces:
@@ -64,7 +58,7 @@ class GpuPieces:
         setting: for the schedule. machine: for the transport that was found.
 
     Raises:
-        RequestError: the model does not run without the host, or does not fit.
+        RequestError: as :func:`tokenweave.tuning.rig.rig_of`.
     """
 
     def __init__(
@@ -75,51 +69,20 @@ class GpuPieces:
         device: torch.device,
         machine: Callable[[str], Machine],
     ) -> None:
-        self._config, self._group, self._device, self._most = config, group, device, max_tokens
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        layers = _layers(config, ranks, max_tokens, device)
-        self._model = dummy_model(
-            config,
-            rank=rank,
-            world_size=ranks,
-            group=group,
-            dtype=torch.bfloat16,
-            device=device,
-            layers=min(layers, config.layers),
-        )
-        if not self._model.capturable:
-            raise RequestError(
-                "tune: this model's steps cannot be captured as CUDA graphs on this GPU (the log says what is missing), "
-                "and everything is measured as such"
-            )
-        shape = self._model.config
+        self._rig = rig_of(config, max_tokens, group, device)
+        self._model, self._group, self._device, self._most = self._rig.model, group, device, max_tokens
         self._steps = PrefillSteps(self._model, max_tokens, group, device)
         self._workspace = self._steps.workspace
         self.machine = machine(self._workspace.transport)
-        self._stages = self._model.stages(
-            KVCache(shape.layers, max_tokens, self._model.kv_heads_local, shape.head_dim, torch.bfloat16, device)
+        cache = KVCache(
+            self._model.config.layers,
+            max_tokens,
+            self._model.kv_heads_local,
+            config.head_dim,
+            torch.bfloat16,
+            device,
         )
-        self._gemms = {g.name: g for g in (*attention_gemms(config, ranks), *mlp_gemms(config, ranks))}
-        attention = self._model.layers[0].attention
-        self._slots = attention.query_slots + 2 * attention.kv_slots
-        self._query_slots = attention.query_slots
-        generator = torch.Generator(device).manual_seed(rank)
-
-        def normal(scale: float, *size: int) -> torch.Tensor:
-            out = torch.empty(size, dtype=torch.bfloat16, device=device)
-            return out.normal_(0, scale, generator=generator)
-
-        routed = max_tokens * max(1, config.experts_per_token)
-        inner = self._model.shard.intermediate.size
-        self._x = normal(1.0, routed, config.hidden)
-        self._heads = normal(0.3, max_tokens, self._query_slots * config.head_dim)
-        self._gate_up = normal(1.0, routed, 2 * inner)
-        self._activations = normal(0.3, routed, inner)
-        self._qkv = normal(1.0, max_tokens, self._slots, config.head_dim)
-        self._residual = normal(1.0, max_tokens, config.hidden)
-        self._cache = [
-            normal(1.0, MAX_POSITIONS, self._model.kv_heads_local, config.head_dim) for _ in ("keys", "values")
-        ]
+        self._stages = self._model.stages(cache)
         self._rotary = Rotary(config, min(config.context, max_tokens), device)
         self._epilogue = self._stages[1].epilogue
         self._tiny = torch.zeros(1, device=device)
@@ -139,7 +102,7 @@ class GpuPieces:
     def warm_up(self, seconds: float = 0.5) -> None:
         """Brings clocks and temperature to where they are under load."""
         end = time.monotonic() + seconds
-        calls = self._gemm_calls("gate_up", self._rows("gate_up", min(4096, self._most)), None)
+        calls = self._gemm_calls("gate_up", self._rig.rows("gate_up", min(4096, self._most)), None)
         while time.monotonic() < end:
             with torch.inference_mode():
                 for call in calls:
@@ -177,13 +140,8 @@ class GpuPieces:
 
     # ---- GEMMs
 
-    def _rows(self, name: str, tokens: int) -> int:
-        """Rows of a GEMM, of each expert's, in a step of so many tokens."""
-        gemm = self._gemms[name]
-        return int(gemm.rows(tokens))
-
     def _gemm_us(self, name: str, rows: int, held: int, target: int | None) -> float:
-        gemm = self._gemms[name]
+        gemm = self._rig.gemms[name]
         us = self.machine.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held, experts=gemm.experts)
         return float(us)
 
@@ -195,16 +153,16 @@ class GpuPieces:
         attention, mlp = layer.attention, layer.mlp
         if isinstance(mlp, MixtureMLP) and name in ("gate_up", "down"):
             experts = mlp.router.shape[0]
-            total = min(rows * experts, self._x.shape[0])
+            total = min(rows * experts, self._rig.x.shape[0])
             ends = (torch.arange(1, experts + 1, device=self._device) * rows).clamp(max=total).to(torch.int32)
-            x, weights = (self._x, mlp.gate_up) if name == "gate_up" else (self._activations, mlp.down)
+            x, weights = (self._rig.x, mlp.gate_up) if name == "gate_up" else (self._rig.activations, mlp.down)
             call: Call = lambda: torch._grouped_mm(x[:total], weights.transpose(1, 2), offs=ends)  # noqa: E731
         elif name == "qkv":
-            call = lambda: linear(self._x[:rows], attention.qkv, attention.qkv_bias)  # noqa: E731
+            call = lambda: linear(self._rig.x[:rows], attention.qkv, attention.qkv_bias)  # noqa: E731
         elif name == "gate_up":
-            call = lambda: linear(self._x[:rows], mlp.gate_up, mlp.gate_up_bias)  # noqa: E731
+            call = lambda: linear(self._rig.x[:rows], mlp.gate_up, mlp.gate_up_bias)  # noqa: E731
         else:
-            x, weights = (self._heads, attention.output) if name == "o" else (self._activations, mlp.down)
+            x, weights = (self._rig.heads, attention.output) if name == "o" else (self._rig.activations, mlp.down)
             out = self._workspace.buffer(rows)
             call = lambda: torch.mm(x[:rows], weights.t(), out=out)  # noqa: E731
 
@@ -233,10 +191,10 @@ class GpuPieces:
 
     def _collective_us(self, tokens: int, ctas: int | None) -> float:
         blocks = ctas or max((c for c in self.machine.ctas if c is not None), default=None)
-        return float(self.machine.collective_us(tokens, self._config.hidden, blocks))
+        return float(self.machine.collective_us(tokens, self._model.config.hidden, blocks))
 
     def _collective(self, point: CollectivePoint, region: int = 0) -> Call:
-        rows, residual = self._workspace.buffer(point.tokens, region=region), self._residual[: point.tokens]
+        rows, residual = self._workspace.buffer(point.tokens, region=region), self._rig.residual[: point.tokens]
         epilogue = self._epilogue
         given: dict[str, Any] = {"layout": "replicated"} if point.kind == "oneshot" else {}
         if point.ctas:
@@ -246,20 +204,20 @@ class GpuPieces:
         )
 
     def _measure_collective(self, point: CollectivePoint) -> list[float]:
-        self._residual.normal_(0, 1)
+        self._rig.residual.normal_(0, 1)
         call = self._collective(point, region=1)
         us = self._collective_us(point.tokens, point.ctas or None)
         if point.kind != "beside":
             return self._chains.alone(self._chains.comm, [call], us)
         target = (self.setting.sms - point.ctas) // self.setting.gemm_cluster * self.setting.gemm_cluster
-        rows = {name: self._rows(name, point.tokens) for name in self._gemms}
-        beside = [self._gemm_call(name, self._model.layers[0], rows[name], target) for name in self._gemms]
-        each = sum(self._gemm_us(name, rows[name], 0, target) for name in self._gemms)
+        rows = {name: self._rig.rows(name, point.tokens) for name in self._rig.gemms}
+        beside = [self._gemm_call(name, self._model.layers[0], rows[name], target) for name in self._rig.gemms]
+        each = sum(self._gemm_us(name, rows[name], 0, target) for name in self._rig.gemms)
         return self._chains.beside(self._chains.comm, [call], us, self._chains.compute, beside, each)
 
     def _measure_all_reduce(self, point: AllReducePoint) -> list[float]:
-        e, rows, residual = self._epilogue, self._workspace.buffer(point.tokens), self._residual[: point.tokens]
-        us = float(self.machine.all_reduce_us(point.tokens, self._config.hidden))
+        e, rows, residual = self._epilogue, self._workspace.buffer(point.tokens), self._rig.residual[: point.tokens]
+        us = float(self.machine.all_reduce_us(point.tokens, self._model.config.hidden))
 
         def call() -> None:
             allreduce_rmsnorm(rows, residual, e.weight, e.eps, self._workspace, bias=e.bias)
@@ -274,32 +232,35 @@ class GpuPieces:
         starts = torch.arange(point.sequences + 1, device=self._device, dtype=torch.int32)
         lengths = torch.full((point.sequences,), length, device=self._device, dtype=torch.int32)
         packed = PackedSequences(starts * each, starts * length, lengths, each, length)
-        queries = self._qkv[: point.rows, : self._query_slots]
-        keys, values = self._cache
+        queries = self._rig.qkv[: point.rows, : self._rig.query_slots]
+        keys, values = self._rig.keys, self._rig.values
         pairs = point.sequences * (each * point.context + each * (each + 1) / 2)
-        columns = self._query_slots * self._config.head_dim, self._model.kv_heads_local * self._config.head_dim
+        columns = (
+            self._rig.query_slots * self._model.config.head_dim,
+            self._model.kv_heads_local * self._model.config.head_dim,
+        )
         us = float(self.machine.attention_us(pairs, point.sequences * length, *columns))
         return self._chains.alone(self._chains.compute, [lambda: attend_packed(queries, keys, values, packed)], us)
 
     def _stream(self, point: StreamPoint) -> tuple[Call, float]:
         """The kernel, and about how many bytes it moves."""
-        rows, c = point.rows, self._config
+        rows, c = point.rows, self._model.config
         if point.name == "norm":
-            x, residual = self._workspace.buffer(rows), self._residual[:rows]
+            x, residual = self._workspace.buffer(rows), self._rig.residual[:rows]
             return lambda: add_rmsnorm(x, residual, self._epilogue), 8.0 * rows * c.hidden
         if point.name == "activation":
-            gate_up = self._gate_up[: rows * max(1, c.experts_per_token)]
+            gate_up = self._rig.gate_up[: rows * max(1, c.experts_per_token)]
             return lambda: gated(gate_up), 1.5 * gate_up.nbytes
-        qkv, attention = self._qkv[:rows], self._model.layers[0].attention
+        qkv, attention = self._rig.qkv[:rows], self._model.layers[0].attention
         tables = (self._rotary.cosines, self._rotary.sines)
         positions = torch.arange(rows, device=self._device) % tables[0].shape[0]
         cache_rows = torch.arange(rows, device=self._device)
-        keys, values = self._cache
+        keys, values = self._rig.keys, self._rig.values
         return lambda: kernels.rope_cache(
             qkv,
             keys,
             values,
-            self._query_slots,
+            self._rig.query_slots,
             tables,
             attention.qk_norm,
             attention.norm_eps,
@@ -308,10 +269,10 @@ class GpuPieces:
         ), 2.0 * qkv.nbytes
 
     def _measure_stage(self, point: StagePoint) -> list[float]:
-        ids = torch.randint(self._config.vocab, (point.rows,), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(self._model.config.vocab, (point.rows,), generator=torch.Generator().manual_seed(0))
         chunk = Chunk(0, 0, tuple(ids.tolist()), 0, True)
-        (split,) = splits_of([chunk], Plan(Mode.SEQUENTIAL), self._residual, self._model.packs)
-        out, x = self._workspace.buffer(point.rows), self._x[: point.rows]
+        (split,) = splits_of([chunk], Plan(Mode.SEQUENTIAL), self._rig.residual, self._model.packs)
+        out, x = self._workspace.buffer(point.rows), self._rig.x[: point.rows]
         if point.name == "embedding":
             stages = self._stages[:1]
         else:
@@ -319,7 +280,7 @@ class GpuPieces:
         given = None if point.name == "embedding" else x
         calls: list[Call] = [lambda stage=s: stage.compute(given, split.inputs, out) for s in stages]  # type: ignore[misc]
         names = {"attention": ("qkv", "o"), "mlp": ("gate_up", "down")}.get(point.name, ())
-        us = 20.0 + sum(self._gemm_us(name, self._rows(name, point.rows), 0, None) for name in names)
+        us = 20.0 + sum(self._gemm_us(name, self._rig.rows(name, point.rows), 0, None) for name in names)
         return self._chains.alone(self._chains.compute, calls, us)
 
     # ---- overheads
@@ -349,25 +310,3 @@ class GpuPieces:
         with torch.cuda.stream(side):
             self._tiny.add_(0)
         current.wait_stream(side)
-
-
-def _layers(config: ModelConfig, ranks: int, max_tokens: int, device: torch.device) -> int:
-    """Layers whose smallest weight takes turns through twice the L2 cache, as far as there is memory.
-
-    Raises:
-        RequestError: there is none for a single layer.
-    """
-    gemms = (*attention_gemms(config, ranks), *mlp_gemms(config, ranks))
-    weights = [2 * g.n * g.k * g.experts for g in gemms]
-    routed = max(1, config.experts_per_token)
-    buffers = 2 * max_tokens * (8 * config.hidden + routed * sum(g.n + g.k for g in gemms))
-    buffers += 2 * 2 * config.vocab * config.hidden // ranks + 2 * 2 * MAX_POSITIONS * gemms[0].n
-    free = _MEMORY_SHARE * torch.cuda.mem_get_info(device)[0] - buffers
-    wanted = math.ceil(2 * torch.cuda.get_device_properties(device).L2_cache_size / min(weights))
-    possible = int(free // sum(weights))
-    if possible < 1:
-        raise RequestError(
-            f"tune: one layer and its buffers take {(buffers + sum(weights)) / 2**30:.1f} GiB, of which there is no room; "
-            "take a smaller --max-tokens, or end what else uses the GPU"
-        )
-    return max(1, min(wanted, possible, MAX_LAYERS))
