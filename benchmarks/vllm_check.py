@@ -65,7 +65,13 @@ MODES = ("stock", "fused", "woven")
 
 
 def _switch(worker: Any, mode: str) -> None:
-    worker.model_runner.model.tokenweave.use("sequential" if mode == "stock" else mode)
+    """``mode@N``: graphs with room for N requests, however few there are."""
+    mode, _, room = mode.partition("@")
+    runtime = worker.model_runner.model.tokenweave
+    runtime.use("sequential" if mode == "stock" else mode)
+    if runtime.graphs is not None:
+        runtime.rooms_at_start = getattr(runtime, "rooms_at_start", runtime.graphs.rooms)
+        runtime.graphs.rooms = (int(room),) if room else runtime.rooms_at_start
 
 
 def _randomise(worker: Any) -> None:
@@ -240,7 +246,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="default: all of the shape's")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tokens", default="512,1024,2048,4096,8192", help="prompt lengths to time; empty for none")
-    parser.add_argument("--modes", default="stock,fused,woven,auto")
+    parser.add_argument(
+        "--modes", default="stock,fused,woven,auto", help="woven@992: graphs with room for 992 requests"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layouts", type=int, default=20, help="random batches to compare")
     parser.add_argument("--requests", type=int, default=0, help="requests of the endurance run")

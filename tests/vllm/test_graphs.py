@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -80,14 +81,18 @@ class Walks:
         self.layouts.append((cut.tables.query_start_loc.tolist(), cut.tables.seq_lens.tolist()))
 
 
+@functools.cache
+def planner() -> Planner:
+    return Planner(ModelConfig("llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192), "h200", 2, "p2p", "auto")
+
+
 def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     """A runtime without workspace, model and GPU."""
-    config = ModelConfig("llama", 4096, 14336, 32, 32, 8, 128, 128256, 8192)
     runtime = object.__new__(Runtime)
     runtime.max_rows, runtime.max_requests, runtime.max_length = MAX_ROWS, REQUESTS, max_length
     runtime.device, runtime.mode, runtime.measured, runtime.plain = torch.device("cuda"), mode, None, True
     runtime.steps, runtime.off, runtime._plans, runtime._made_graphs = Steps(), None, {}, False
-    runtime.planner = Planner(config, "h200", 2, "p2p", "auto")
+    runtime.planner = planner()
     runtime.workspace = SimpleNamespace(
         group=None, transport="torch", buffer=lambda rows: torch.zeros(rows, 4), world_size=2
     )
@@ -155,7 +160,7 @@ def test_a_new_size_runs_as_stock_then_launch_by_launch_then_as_a_graph() -> Non
     (cut,) = found.graph.walked
     assert cut.rows == cut.tables.token_ids.shape[0] == 1024
     assert 0 < cut.plan.split < 897
-    assert cut.tables.seq_lens.shape[0] == REQUESTS  # a graph has room for all of them
+    assert cut.tables.seq_lens.shape[0] == 16  # room for more requests than the steps had
     assert cut.tables.addresses() == buffers.step([1024])[1].addresses()
     assert run(runtime, buffers, [896]) is None  # another size
     assert runtime.steps.rows == {Mode.WOVEN: 990 + 1024 + 900}
@@ -179,11 +184,16 @@ def test_small_steps_have_no_graph_and_large_ones_run_launch_by_launch(monkeypat
 
 def test_more_requests_than_a_graph_has_room_for() -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
-    runtime.graphs.requests = 3
+    runtime.graphs.rooms = (2, 3)
     assert run(runtime, buffers, [200] * 4) is None
     assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
     run(runtime, buffers, [300] * 3)
-    assert runtime.steps.reasons[Reason.NEW_BUCKET] == 1
+    run(runtime, buffers, [450] * 2)  # a graph of its own
+    assert runtime.steps.reasons[Reason.NEW_BUCKET] == 2
+    for _ in range(2):
+        run(runtime, buffers, [300] * 3)
+    (found,) = [found for found in runtime.graphs._graphs.values() if found.graph is not None]
+    assert found.cut.tables.seq_lens.shape[0] == 3
 
 
 def test_graphs_are_made_anew_when_the_cache_moves() -> None:
@@ -197,6 +207,15 @@ def test_graphs_are_made_anew_when_the_cache_moves() -> None:
     for _ in range(2):
         run(runtime, buffers, [1000])
     assert len(runtime.graphs) == 1
+
+
+def test_the_graph_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_GRAPHS", 2)
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    for counts in ([1000], [1200], [1000], [1400], [1000]):
+        run(runtime, buffers, counts)
+    assert [key[0] for key in runtime.graphs._graphs] == [1408, 1024]
+    assert len(runtime.graphs) == 1  # 1024 was captured in its third step
 
 
 def stock_of(times: dict[int, float], sizes: list[int]) -> Any:
@@ -237,7 +256,8 @@ def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None
     assert runtime.measured.best(1024) is runtime.measured.best(2048) is Mode.FUSED
     after = (buffers.starts, buffers.lengths, buffers.slots, buffers.positions)
     assert all(a.equal(b) for a, b in zip(before, after, strict=True))
-    modes = {key[0]: key[1] for key in runtime.graphs._graphs}
+    modes = {key[0]: key[2] for key in runtime.graphs._graphs}
+    assert {key[1] for key in runtime.graphs._graphs} == {16, REQUESTS}
     assert 640 not in modes
     assert {modes[size] for size in (1024, 1536, 2048)} == {Mode.FUSED}
     assert all(found.graph is not None for found in runtime.graphs._graphs.values())

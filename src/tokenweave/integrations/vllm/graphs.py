@@ -3,7 +3,8 @@
 vLLM's own graphs are left alone: a replay of theirs runs no Python, so that neither planner nor veto could act in it. Ours
 are made for steps that stock vLLM launches kernel by kernel. A graph reads the runner's persistent buffers (token ids,
 positions, request starts, lengths, block table, cache slots) and computes at its head what the splits need of them, so
-that a replay refreshes itself. All have room for :data:`REQUESTS` requests; those that a step does not have are empty.
+that a replay refreshes itself. Each has room for so many requests (:data:`ROOMS`); those that a step does not have are
+empty.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ log = logging.getLogger("vllm.tokenweave")
 
 TILE = 128  # rows: GEMMs compute a multiple of it anyway
 MAX_ROWS = 8192  # of a captured step: above, the host keeps up with the GPU
-REQUESTS = 992  # FlashAttention-3 schedules so many on the device
-MAX_GRAPHS = 96
-LAYERS_AT_START = 1600  # layers of all graphs that are made at the start, at about 5 ms each
+ROOMS = (
+    16,
+    128,
+    992,
+)  # requests; FlashAttention-3 schedules at most 992 on the device, and looks at each in every call
+MAX_GRAPHS = 128
+LAYERS_AT_START = 1200  # layers of all graphs that are made at the start, at about 5 ms each
 
 Key = tuple[object, ...]
 
@@ -53,12 +58,15 @@ class Graphs:
     Args:
         runtime: whose steps they are.
         least_rows: of a step that gets one.
+
+    Attributes:
+        rooms: requests that graphs are made for, ascending.
     """
 
     def __init__(self, runtime: Runtime, least_rows: int) -> None:
         self._runtime = runtime
         self.least_rows = least_rows
-        self.requests = min(runtime.max_requests, REQUESTS)
+        self.rooms = tuple(sorted({min(room, runtime.max_requests) for room in ROOMS}))
         self._graphs: dict[Key, _Graph] = {}
         self._stream = torch.cuda.Stream(runtime.device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -75,11 +83,12 @@ class Graphs:
     def find(self, cut: Cut, capacity: int, requests: int) -> _Graph | None:
         """The graph of a step, or what will become one: its first use runs as stock, its second eagerly in the graph's
         shape, its third is captured. None: this step cannot have one."""
-        if requests > self.requests:
+        room = next((room for room in self.rooms if room >= requests), None)
+        if room is None:
             return None
-        tables = cut.tables.grown(capacity, self.requests)
+        tables = cut.tables.grown(capacity, room)
         addresses = (*tables.addresses(), *self._runtime.addresses())
-        key = _key(capacity, cut.plan)
+        key = _key(capacity, room, cut.plan)
         found = self._graphs.get(key)
         if found is not None and found.addresses != addresses:
             log.warning("TokenWeave: vLLM moved its cache or weights: graphs are made anew")
@@ -87,8 +96,11 @@ class Graphs:
             found = None
         if found is None:
             if len(self._graphs) >= MAX_GRAPHS:
-                return None
-            found = self._graphs[key] = self._new(cut.plan, tables, capacity, addresses)
+                torch.cuda.synchronize(self._runtime.device)  # the one that was not used for longest may still run
+                del self._graphs[next(iter(self._graphs))]
+            found = self._new(cut.plan, tables, capacity, addresses)
+        self._graphs.pop(key, None)
+        self._graphs[key] = found  # as the last one
         return found
 
     def run(self, found: _Graph, metadata: Any) -> bool:
@@ -115,11 +127,11 @@ class Graphs:
             stock: rows -> vLLM's own step of as many, to be called with the buffers filled.
         """
         runtime, times = self._runtime, []
-        with _kept(tables.grown(max(self.sizes), self.requests)):
+        with _kept(tables.grown(max(self.sizes), self.rooms[-1])):
             for size in sorted(self.sizes, reverse=True):  # small ones fit into large ones' memory
                 row = [milliseconds(stock(size), runtime.device)]
                 for mode in (Mode.FUSED, Mode.WOVEN):
-                    found = self._make(runtime.planner.plan(size, mode=mode), size, tables)
+                    found = self._make(runtime.planner.plan(size, mode=mode), size, self.rooms[0], tables)
                     assert found.graph is not None
                     row.append(milliseconds(found.graph.replay, runtime.device))
                 times.append(row)
@@ -131,14 +143,18 @@ class Graphs:
         Args:
             tables: as :meth:`time_modes`. layers: of the model.
         """
-        runtime = self._runtime
-        wanted = sorted(self._by_importance()[: max(4, LAYERS_AT_START // max(layers, 1))], reverse=True)
-        plans = {size: plan for size in wanted if (plan := runtime.plan([], size)) is not None}
-        needed = {_key(size, plan) for size, plan in plans.items()}
+        runtime, most = self._runtime, max(4, LAYERS_AT_START // max(layers, 1))
+        # One prompt, or a few, is what a latency is made of; under load the steps are full, with many requests.
+        wanted = [(size, room) for size in self._by_importance() for room in {self.rooms[0], self.rooms[-1]}]
+        plans = {size: runtime.plan([], size) for size, _ in wanted}
+        made = [(size, room, plan) for size, room in wanted if (plan := plans[size]) is not None][:most]
+        needed = {_key(*graph) for graph in made}
         self._graphs = {key: found for key, found in self._graphs.items() if key in needed}
-        with _kept(tables.grown(min(MAX_ROWS, runtime.max_rows), self.requests)):
-            for size, plan in plans.items():
-                self._make(plan, size, tables)
+        with _kept(tables.grown(min(MAX_ROWS, runtime.max_rows), self.rooms[-1])):
+            for size, room, plan in sorted(
+                made, key=lambda graph: graph[:2], reverse=True
+            ):  # small ones fit into large
+                self._make(plan, size, room, tables)
         torch.cuda.synchronize(runtime.device)
 
     @property
@@ -146,10 +162,10 @@ class Graphs:
         """Rows of the steps that are measured, ascending."""
         return [size for size in SIZES if self.least_rows <= size <= min(MAX_ROWS, self._runtime.max_rows)]
 
-    def _make(self, plan: Plan, capacity: int, tables: Tables) -> _Graph:
-        key = _key(capacity, plan)
+    def _make(self, plan: Plan, capacity: int, room: int, tables: Tables) -> _Graph:
+        key = _key(capacity, room, plan)
         if key not in self._graphs:
-            grown = tables.grown(capacity, self.requests)
+            grown = tables.grown(capacity, room)
             found = self._new(plan, grown, capacity, (*grown.addresses(), *self._runtime.addresses()))
             _fill(grown, capacity, self._runtime.max_length)
             self._eagerly(found)
@@ -207,8 +223,8 @@ class Graphs:
         found.graph = graph
 
 
-def _key(capacity: int, plan: Plan) -> Key:
-    return capacity, plan.mode, plan.split, plan.ctas, plan.cluster, tuple(sorted(plan.gemm_sms.items()))
+def _key(capacity: int, room: int, plan: Plan) -> Key:
+    return capacity, room, plan.mode, plan.split, plan.ctas, plan.cluster, tuple(sorted(plan.gemm_sms.items()))
 
 
 @contextlib.contextmanager
