@@ -145,17 +145,18 @@ class Graphs:
         """
         runtime, most = self._runtime, max(4, LAYERS_AT_START // max(layers, 1))
         # One prompt, or a few, is what a latency is made of; under load the steps are full, with many requests.
-        wanted = [(size, room) for size in self._by_importance() for room in {self.rooms[0], self.rooms[-1]}]
+        rooms = sorted({self.rooms[0], self.rooms[-1]})
+        wanted = [(size, room) for size in self._by_importance() for room in rooms]
         plans = {size: runtime.plan([], size) for size, _ in wanted}
         made = [(size, room, plan) for size, room in wanted if (plan := plans[size]) is not None][:most]
         needed = {_key(*graph) for graph in made}
         self._graphs = {key: found for key, found in self._graphs.items() if key in needed}
         with _kept(tables.grown(min(MAX_ROWS, runtime.max_rows), self.rooms[-1])):
-            for size, room, plan in sorted(
-                made, key=lambda graph: graph[:2], reverse=True
-            ):  # small ones fit into large
+            # Small ones fit into the memory of large ones.
+            for size, room, plan in sorted(made, key=lambda graph: graph[:2], reverse=True):
                 self._make(plan, size, room, tables)
         torch.cuda.synchronize(runtime.device)
+        torch.cuda.empty_cache()  # what ran launch by launch is not needed again
 
     @property
     def sizes(self) -> list[int]:
@@ -207,10 +208,9 @@ class Graphs:
         found.warm = True
 
     def _capture(self, found: _Graph) -> None:
-        gc.collect()  # what a collection destroys while a stream captures could break the capture
         torch.cuda.synchronize(self._runtime.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _no_collection():
             # thread_local: other threads of the worker copy results and ask for events meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -225,6 +225,18 @@ class Graphs:
 
 def _key(capacity: int, room: int, plan: Plan) -> Key:
     return capacity, room, plan.mode, plan.split, plan.ctas, plan.cluster, tuple(sorted(plan.gemm_sms.items()))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What a garbage collection destroys while a stream captures could break the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
