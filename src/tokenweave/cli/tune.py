@@ -119,7 +119,7 @@ def _tune(args: argparse.Namespace, me: Rank, began: float) -> None:
         }
 
     def progress(done: int, total: int, name: str) -> None:
-        if done % 64 == 0:
+        if me.rank == 0 and done % 64 == 0:
             monitor.sample()
         show(done, total, name)
 
