@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ ODD = [  # rows of tiles that end at no multiple of 64, or of no whole number of
 ]
 
 
-@lru_cache
+@cache
 def any_planner(model: str | int, gpu: str, tp: int) -> Planner:
     return Planner(read_config(model) if isinstance(model, str) else ODD[model], gpu, tp, mode="auto")
 
@@ -78,7 +78,7 @@ def counted_waves(gemms: tuple[Gemm, ...], tiles: list[Tile], tokens: np.ndarray
     return total
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from([*builtin_names(), *range(len(ODD))]),
     st.sampled_from(list(GPUS)),
@@ -118,14 +118,16 @@ def test_no_cut_has_more_waves_than_the_whole_where_one_without_exists(
 def test_the_chosen_cut_is_the_best_of_those_allowed(setup, tokens: int) -> None:
     planner = planner_of(*setup)
     model = planner.model
-    allowed = []
-    for ctas in model.ctas:
-        (neutral,) = model.tiling.neutral_cuts(tokens, np.array([gemm_sms(model.gpu, model.held(ctas))]))
-        some = neutral if len(neutral) else even_cuts(tokens, model.gpu)
-        each = None if ctas is None else np.full(len(some), ctas)
-        allowed.append(model.woven_us(one(tokens), some, each).min())
+    candidates = planner._candidates(one(tokens))
+    assert candidates is not None
+    cuts, ctas, times = candidates
+    for held in {model.held(each) for each in model.ctas}:
+        (neutral,) = model.tiling.neutral_cuts(tokens, np.array([gemm_sms(model.gpu, held)]))
+        mine = cuts if ctas is None else cuts[ctas == held]
+        assert set(mine) <= set(neutral if len(neutral) else even_cuts(tokens, model.gpu))
+    assert times == pytest.approx(model.woven_us(one(tokens), cuts, ctas))
     chosen_ms = planner.explain(tokens).predicted_ms["woven"]
-    assert min(allowed) <= chosen_ms * 1e3 * (1 + 1e-9) <= min(allowed) * (1 + TIE) * (1 + 1e-9)
+    assert times.min() <= chosen_ms * 1e3 * (1 + 1e-9) <= times.min() * (1 + TIE) * (1 + 1e-9)
 
 
 @given(

@@ -30,7 +30,8 @@ P2P_CTA_GBS_PER_GHZ = (
 )
 P2P_SHARPNESS = 9.0  # the slower of link and SMs, rounded off where both are close
 ALONE_US = 1.4  # that a launch with the default blocks gains by starting while its predecessor ends
-ONESHOT_START_US, ONESHOT_RANK_US = 3.6, 0.4
+ONESHOT_START_US, ONESHOT_RANK_US = 3.5, 0.4
+ONESHOT_PLATEAU, ONESHOT_SHARPNESS = 0.6, 1.5
 MULTIMEM_START_US, MULTIMEM_RANK_US = 4.5, 0.92
 MULTIMEM_FILL_US, MULTIMEM_FILL_ROWS = 7.0, 360.0
 MULTIMEM_PLATEAU = 0.696  # 313 of 450 GB/s
@@ -43,7 +44,7 @@ LIBRARY_LOW_LATENCY_RATE = 0.31  # of the link, in the protocol for small messag
 # Beside other work. 8 come near the plateau; 16 were measured beside GEMMs on H200 and left no room for all clusters of a
 # GEMM that is told of the other 116 SMs: a third slower.
 CTA_CHOICES = (2, 4, 8)
-MOST_ALONE = 64  # blocks of a launch that has the GPU to itself
+MOST_ALONE, ROWS_ALONE = 64, 4  # blocks of a launch that has the GPU to itself, and rows at a time in each
 LIBRARY_CTAS = 16  # SMs that the library's kernel holds
 
 
@@ -130,27 +131,35 @@ def fused_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: 
         # Two library collectives, and kernels that add N parts and the residual, then norm, on the owned rows.
         passes = owned * ((tp + 6) / (gpu.hbm_gbs * HBM_SHARE * 1e3)) + 2 * gpu.kernel_us
         return passes + 2 * _library_us(owned * (tp - 1), tp, gpu)
-    if ctas is None:
-        ctas = np.clip(ceil_div(tokens, tp), 1, MOST_ALONE)
-    two_shot = _two_shot_us(tokens, rows, tp, gpu, transport, ctas)
+    two_shot = two_shot_us(tokens, hidden, tp, gpu, transport, ctas, alone=alone)
     if not alone:
         return two_shot
-    two_shot -= ALONE_US
-    link = gpu.link_gbs * P2P_PLATEAU * 1e3
-    one_shot = ONESHOT_START_US + ONESHOT_RANK_US * tp + rows * ((tp - 1) / link)
+    one_shot = one_shot_us(tokens, hidden, tp, gpu)
     return np.where(tokens <= oneshot_rows(tp, hidden * BYTES), np.minimum(one_shot, two_shot), two_shot)
 
 
-def _two_shot_us(tokens: Any, rows: Any, tp: int, gpu: Gpu, transport: str, ctas: Any) -> Any:
+def one_shot_us(tokens: Any, hidden: int, tp: int, gpu: Gpu) -> Any:
+    """us of the one-shot kernel: every rank sends all of its rows to every other."""
+    start = ONESHOT_START_US + ONESHOT_RANK_US * tp
+    wire_us = tokens * (hidden * BYTES * (tp - 1)) / (gpu.link_gbs * ONESHOT_PLATEAU * 1e3)
+    return (start**ONESHOT_SHARPNESS + wire_us**ONESHOT_SHARPNESS) ** (1 / ONESHOT_SHARPNESS)
+
+
+def two_shot_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, ctas: Any, *, alone: bool = False) -> Any:
+    """us of the two-shot kernels, p2p or multimem; arguments as :func:`fused_us`."""
+    rows = tokens * (hidden * BYTES)
     owned = rows / tp
+    overlapped = ALONE_US if alone else 0.0
+    if ctas is None:
+        ctas = np.clip(ceil_div(ceil_div(tokens, tp), ROWS_ALONE), 1, MOST_ALONE)
     if transport == "multimem":
-        start = MULTIMEM_START_US + MULTIMEM_RANK_US * tp
+        start = MULTIMEM_START_US + MULTIMEM_RANK_US * tp - overlapped
         fill = MULTIMEM_FILL_US * tokens / (tokens + MULTIMEM_FILL_ROWS)
         wire_us = rows * (1 + 1 / tp) / (gpu.link_gbs * MULTIMEM_PLATEAU * 1e3)
         cta_us = owned * (1 / (ctas * MULTIMEM_CTA_GBS) + 1 / MULTIMEM_SERIAL_GBS) / 1e3
         crowd = MULTIMEM_CROWD_US * np.maximum(0, ctas - 16) * tokens / (tokens + MULTIMEM_CROWD_ROWS)
         return start + fill + np.maximum(wire_us, cta_us) + crowd
-    start = P2P_START_US + P2P_RANK_US * tp
+    start = P2P_START_US + P2P_RANK_US * tp - overlapped
     fill = P2P_FILL_US * tokens / (tokens + P2P_FILL_ROWS)
     wire_us = owned * (2 * (tp - 1)) / (gpu.link_gbs * P2P_PLATEAU * 1e3)
     touched = owned * (2 * tp + 2)  # N loads, N stores, the residual read and written

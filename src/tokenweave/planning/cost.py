@@ -89,6 +89,7 @@ class CostModel:
         self._rows = rows
         streamed = {"attention": self._rope_bytes, "mlp": self._activation_bytes}
         launches = {"attention": ATTENTION_LAUNCHES, "mlp": MLP_LAUNCHES}
+        self._alone = np.zeros(len(rows))
         for stage, gemms in self._stages.items():
             table = np.zeros((2, len(self._held), len(rows)))
             for gemm in gemms:
@@ -97,6 +98,7 @@ class CostModel:
                     table[0, index] += alone
                     table[1, index] += beside
                     self._targets[gemm.name, held] = targets
+                    self._alone += 0 if held else alone
             table += costs.stream_us(rows * streamed[stage]) + costs.runtime.gap_us * launches[stage]
             self._tables[stage] = table
         self._sends = np.stack([costs.collective_us(rows, self.config.hidden, ctas) for ctas in self.ctas])
@@ -152,6 +154,11 @@ class CostModel:
         }
         first = (table["attention"][0] + attend[0], table["attention"][1] + attend[1])
         return first, (table["mlp"][0], table["mlp"][1])
+
+    def cut_us(self, tokens: int, cuts: Any) -> Any:
+        """What the GEMMs of a layer's halves take longer than the whole's, on all SMs: int or int64 [...] -> float64 [...]."""
+        parts = [self._alone[self._rows.searchsorted(rows)] for rows in (cuts, tokens - cuts, tokens)]
+        return parts[0] + parts[1] - parts[2]
 
     def _sends_us(self, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
         """us of fused collectives beside other work, by their index in ``ctas``."""

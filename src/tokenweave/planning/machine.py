@@ -26,7 +26,11 @@ class Costs(Protocol):
         tp: ranks.
         transport: of the fused collective: ``"multimem"``, ``"p2p"`` or ``"torch"``.
         runtime: how steps are launched.
+        measured: GEMM times are this machine's, and say more of a cut than counts of waves do.
     """
+
+    @property
+    def measured(self) -> bool: ...
 
     @property
     def gpu(self) -> Gpu: ...
@@ -102,6 +106,7 @@ class Machine:
     tp: int
     transport: str
     runtime: Runtime = GRAPH
+    measured = False
 
     @property
     def ctas(self) -> tuple[int | None, ...]:

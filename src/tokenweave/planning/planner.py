@@ -21,12 +21,13 @@ from tokenweave.planning.hardware import Gpu
 from tokenweave.planning.machine import Costs, Machine, machine_of
 from tokenweave.planning.plan import Mode, Plan, StepTimes
 from tokenweave.planning.profile import find_profile
-from tokenweave.planning.waves import even_cuts, gemm_sms, waves
+from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
 MODE_VARIABLE = "TOKENWEAVE_MODE"
 GAIN = 0.98  # a woven step must promise to take at most this share of the best other mode's time: the model's own error
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
+CHEAPER = 1.02  # a step may take so much longer for GEMMs that lose less: what hides collectives is known less well
 CACHED_PLANS = 8192
 SHOWN_CUTS = 5
 
@@ -273,17 +274,33 @@ class Planner:
         """(cuts, CTAs, predicted us), int64 [n] and float64 [n]; no CTAs where there is no choice. None for a single row.
 
         For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
-        has any such cut, else evenly spaced ones.
+        has any such cut, else evenly spaced ones. Measured GEMM times make counting waves needless.
         """
         model, tokens = self.model, batch.tokens
         if not len(others := even_cuts(tokens, model.gpu)):
             return None
         sms = np.array([gemm_sms(model.gpu, model.held(ctas)) for ctas in model.ctas])
-        allowed = [cuts if len(cuts) else others for cuts in model.tiling.neutral_cuts(tokens, sms)]
+        neutral = [others[:0]] * len(sms) if model.costs.measured else model.tiling.neutral_cuts(tokens, sms)
+        allowed = [cuts if len(cuts) else others for cuts in neutral]
         cuts = np.concatenate(allowed)
         ctas = np.repeat(np.array([ctas or 0 for ctas in model.ctas]), [len(cuts) for cuts in allowed])
         each = None if model.ctas == (None,) else ctas
-        return cuts, each, model.woven_us(batch, cuts, each)
+        times = model.woven_us(batch, cuts, each)
+        cheap = self._cheap(tokens, cuts, times)
+        return cuts[cheap], None if each is None else each[cheap], times[cheap]
+
+    def _cheap(self, tokens: int, cuts: np.ndarray, times: np.ndarray) -> np.ndarray:
+        """Which cuts cost the GEMMs no more than an equal one does; of those, the ones that cost at most half as much (or the
+        least there is), where the step hardly takes longer for it: bool [n]. All, where none is so cheap."""
+        cost, step = self.model.cut_us(tokens, cuts), row_step(self.model.gpu)
+        equal = float(
+            self.model.cut_us(tokens, max(step, tokens // 2 // step * step) if tokens > step else tokens // 2)
+        )
+        cheap = cost <= equal + 1e-9 * abs(equal)
+        if not cheap.any():
+            return np.ones(len(cuts), dtype=bool)
+        half = cheap & (cost <= max(float(cost.min()), equal / 2))
+        return half if half.any() and times[half].min() <= times[cheap].min() * CHEAPER else cheap
 
     def _best_woven(self, batch: Batch) -> _Woven | None:
         """The best cut and CTAs: the shortest makespan (see TIE). None for a single row."""

@@ -57,6 +57,7 @@ class Profile:
     def __init__(self, table: Table, config: ModelConfig, base: Machine) -> None:
         self.table, self.base = table, base
         self.gpu, self.tp, self.transport, self.runtime = base.gpu, base.tp, base.transport, base.runtime
+        self.measured = True
         self._hidden = config.hidden
         shard = shard_of(config, 0, base.tp)
         self._query, self._kv = shard.query.size, shard.kv.size

@@ -1,0 +1,160 @@
+"""Fills the tables of docs/planning.md: what the planner predicts beside what was measured, so that no figure is typed by hand.
+
+python scripts/planning_tables.py           # rewrite the tables
+python scripts/planning_tables.py --check   # exit 1 if they are out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenweave.models import read_config
+from tokenweave.planning import EAGER, GPUS, Planner, comm, machine_of, predict_step
+
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "planning.md"
+PUBLISHED = ROOT / "benchmarks" / "published"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def filled(document: str) -> str:
+    """``document`` with the text between each section's markers replaced. Raises ValueError where one has no markers."""
+    for name, section in SECTIONS.items():
+        begin, end = f"<!-- {name}: begin, written by scripts/planning_tables.py -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        if len(pattern.findall(document)) != 1:
+            raise ValueError(f"the document needs one pair of lines {begin!r} and {end!r}, in this order")
+        text = f"{begin}\n{section()}\n{end}"
+        document = pattern.sub(lambda _, text=text: text, document)
+    return document
+
+
+def _published_prefill() -> str:
+    config, errors, lines = read_config("Llama-3.3-70B"), [], []
+    for row in _csv("llama-3.3-70b.csv"):
+        tp, tokens = int(row["tp"]), int(row["tokens"])
+        step = predict_step(config, machine_of("h100", tp, "multimem", EAGER), [(tokens, 0)])
+        pairs = [
+            (row["baseline_ms"], step.sequential_us),
+            (row["no_comm_ms"], step.no_comm_us),
+            (row["tokenweave_ms"], step.woven_us or 0.0),
+        ]
+        errors += [us / 1e3 / ms - 1 for ms, us in pairs]
+        lines.append([str(tp), str(tokens), *[_pair(ms, us / 1e3) for ms, us in pairs]])
+    table = _table(["ranks", "tokens", "sequential", "no_comm", "woven"], lines)
+    return f"{table}\n\n{_summary(errors)}"
+
+
+def _published_kernel() -> str:
+    errors, lines = [], []
+    for row in _csv("fused_kernel.csv"):
+        tokens = int(row["tokens"])
+        cells = [str(tokens)]
+        for key, us in row.items():
+            if key.startswith("ctas_"):
+                ours = float(comm.fused_us(tokens, 8192, 8, GPUS["h100"], "multimem", int(key[5:])))
+                errors.append(ours / us - 1)
+                cells.append(_pair(us, ours))
+        lines.append(cells)
+    ctas = [key[5:] for key in _csv("fused_kernel.csv")[0] if key.startswith("ctas_")]
+    return f"{_table(['tokens', *[f'{n} CTAs' for n in ctas]], lines)}\n\n{_summary(errors)}"
+
+
+def _collective() -> str:
+    """p2p, 2 H200, as this package's kernels run."""
+    result = json.loads((RESULTS / "h200x2-kernel-4096.json").read_text())
+    kinds = {"tokenweave one-shot": "one-shot", "tokenweave two-shot default": "alone", "tokenweave two-shot": ""}
+    cells: dict[int, dict[str, str]] = {}
+    errors = []
+    for row in result["rows"]:
+        if (kind := kinds.get(row["impl"])) is None:
+            continue
+        tokens, ctas = row["tokens"], None if kind else row["ctas"]
+        if kind == "one-shot":
+            ours = float(comm.one_shot_us(tokens, 4096, 2, GPUS["h200"]))
+        else:
+            ours = float(comm.two_shot_us(tokens, 4096, 2, GPUS["h200"], "p2p", ctas, alone=kind == "alone"))
+        errors.append(ours / row["us"] - 1)
+        cells.setdefault(tokens, {})[kind or f"{ctas} CTAs"] = _pair(row["us"], ours)
+    columns = ["4 CTAs", "8 CTAs", "12 CTAs", "alone", "one-shot"]
+    lines = [[str(tokens), *[row.get(column, "") for column in columns]] for tokens, row in cells.items()]
+    return f"{_table(['tokens', *columns], lines)}\n\n{_summary(errors)}"
+
+
+def _layers() -> str:
+    """Llama-3.1-8B on 2 and 4 H200, a prototype's layers in one graph."""
+    config, lines, errors = read_config("Llama-3.1-8B"), [], []
+    result = json.loads((RESULTS / "h200-prototype-layers.json").read_text())
+    modes = ("sequential", "fused", "woven", "no_comm")
+    for row in result["rows"]:
+        planner = Planner(config, mode="auto", costs=machine_of("h200", row["ranks"], "p2p"))
+        explained = planner.explain(row["tokens"])
+        ours = {mode: explained.predicted_ms[mode] / config.layers for mode in modes}
+        errors += [ours[mode] / row[mode] - 1 for mode in modes]
+        plan = explained.plan
+        chosen = f"{plan.mode}" + (f" {plan.split}, {plan.ctas} CTAs" if plan.split else "")
+        lines.append(
+            [str(row["ranks"]), str(row["tokens"]), *[_pair(row[mode], ours[mode], 3) for mode in modes], chosen]
+        )
+    return f"{_table(['ranks', 'tokens', *modes, 'chosen'], lines)}\n\n{_summary(errors)}"
+
+
+def _gemms() -> str:
+    sys.path.insert(0, str(ROOT / "benchmarks" / "gemm_waves"))
+    import compare
+
+    return compare.table(json.loads(compare.RESULT.read_text()))
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "GEMMs": _gemms,
+    "collective": _collective,
+    "published kernel": _published_kernel,
+    "published prefill": _published_prefill,
+    "layers": _layers,
+}
+"""Name in the markers -> text."""
+
+
+def _csv(name: str) -> list[dict[str, float]]:
+    with (PUBLISHED / name).open() as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def _pair(measured: float, ours: float, digits: int = 1) -> str:
+    return f"{measured:.{digits}f} / {ours:.{digits}f} ({ours / measured - 1:+.0%})"
+
+
+def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---:" if i else "---" for i in range(len(columns))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, rule, *lines))
+
+
+def _summary(errors: Sequence[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return f"{len(errors)} values: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the tables are out of date")
+    args = parser.parse_args()
+    old = DOCUMENT.read_text(encoding="utf-8")
+    new = filled(old)
+    if args.check:
+        if new != old:
+            print("docs/planning.md's tables are out of date: run scripts/planning_tables.py", file=sys.stderr)
+        return int(new != old)
+    DOCUMENT.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
