@@ -52,7 +52,7 @@ class EngineProcess:
         self.log = folder / f"{name}.log"
         settings = folder / f"{name}.json"
         settings.write_text(json.dumps(dict(arguments)))
-        self._buffer = b""
+        self._buffer, self._broken = b"", False
         self._started = time.monotonic()
         self._replies, theirs = os.pipe()
         with self.log.open("wb") as log:
@@ -95,8 +95,9 @@ class EngineProcess:
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDING)
+        if not self._broken:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ENDING)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -124,5 +125,6 @@ class EngineProcess:
         return answer
 
     def _failed(self, what: str) -> EngineFailed:
+        self._broken = True
         last = self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         return EngineFailed("\n".join([f"vLLM ({self.name}): {what}; the end of its log:", *last]))

@@ -225,29 +225,43 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     if not result["rows"]:
         raise RequestError("nothing was measured: there is nothing to plot")
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    prefill, decode, trace = figure.subplots(1, 3)
-    for axes, phase, unit in ((prefill, "prefill", "tokens of the prompt"), (decode, "decode", "requests")):
+    panels = [phase for phase in ("prefill", "decode", "trace") if any(r["phase"] == phase for r in result["rows"])]
+    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+    for axes, phase in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         rows = [row for row in result["rows"] if row["phase"] == phase]
-        for name, stock in itertools.product(result["config"]["configurations"], STOCK):
-            key = f"speedup_over_{stock}"
-            line = [row for row in rows if row["configuration"] == name and key in row]
-            if not line or (name, stock) == ("default", "best"):
-                continue
-            sizes = [row[_UNITS[phase]] for row in line]
-            style = "-o" if name not in STOCK else "--s"
-            (drawn,) = axes.plot(sizes, [r[key] for r in line], style, markersize=4, label=f"{name} over {stock}")
-            low, high = ([row[f"{key}_{end}"] for row in line] for end in ("low", "high"))
-            axes.fill_between(sizes, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel=unit, ylabel="speed-up", title=phase)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
-    served = [row for row in result["rows"] if row["phase"] == "trace"]
-    trace.bar([row["configuration"] for row in served], [row["requests_per_s"] for row in served])
-    trace.set(title=f"trace {result['config']['trace'] or '(none)'}", ylabel="requests/s")
+        if phase == "trace":
+            axes.bar([row["configuration"] for row in rows], [row["requests_per_s"] for row in rows])
+            axes.set(title=f"{rows[0]['requests']} requests of {result['config']['trace']}", ylabel="requests/s")
+        else:
+            _draw_times(axes, phase, rows, list(result["config"]["configurations"]))
     figure.suptitle(result["machine"], fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _draw_times(axes: Any, phase: str, rows: list[dict[str, Any]], names: Sequence[str]) -> None:
+    """Speed-ups with their intervals, where there is something to compare with; else milliseconds."""
+    unit = _UNITS[phase]
+    lines = [
+        (f"{name} over {stock}", key, [row for row in rows if row["configuration"] == name and key in row])
+        for name, stock in itertools.product(names, STOCK)
+        for key in (f"speedup_over_{stock}",)
+        if (name, stock) != ("default", "best")
+    ]
+    lines = [line for line in lines if line[2]] or [
+        (name, "ms", [row for row in rows if row["configuration"] == name]) for name in names
+    ]
+    for label, key, line in lines:
+        sizes = [row[unit] for row in line]
+        (drawn,) = axes.plot(sizes, [row[key] for row in line], "-o", markersize=4, label=label)
+        low, high = ([row[f"{key}_{end}"] for row in line] for end in ("low", "high"))
+        axes.fill_between(sizes, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
+    speedups = lines[0][1] != "ms"
+    if speedups:
+        axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row[unit] for row in rows}), [str(size) for size in sorted({row[unit] for row in rows})])
+    title = {"prefill": "prefill of one prompt", "decode": "decoding"}[phase]
+    axes.set(xlabel=unit, ylabel="speed-up" if speedups else "ms", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
