@@ -18,6 +18,10 @@ class Mode(str, Enum):
         return self.value
 
 
+POINTS = ("qkv", "attention", "o", "gate_up", "activation", "down")
+"""Where a compute says that it has come to: just before each of its GEMMs, attention, and the MLP's activation."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one step of ``tokens`` rows is run. A pure function of what all ranks know, so ranks always agree.
@@ -29,6 +33,8 @@ class Plan:
             for the transport's own choice, where nothing runs beside it or there is none.
         cluster: thread blocks per cluster of the collective's launch; None for no clusters.
         gemm_sms: SMs left to each GEMM, keyed by (GEMM name, split name) such as ``("gate_up", "prefix")``.
+        start_at: of a woven plan, :data:`POINTS` of the other split's compute at which a collective starts: the first that it
+            comes to. Empty: at once. A GEMM that suffers most from SMs held by another kernel is so spared of it.
     """
 
     mode: Mode
@@ -36,8 +42,11 @@ class Plan:
     ctas: int | None = None
     cluster: int | None = None
     gemm_sms: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    start_at: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if unknown := sorted(self.start_at.difference(POINTS)):
+            raise ValueError(f"Plan: start_at={unknown}; expected points of {', '.join(POINTS)}")
         if (self.split is not None) != (self.mode is Mode.WOVEN):
             raise ValueError(
                 f"Plan: split={self.split} with mode={self.mode}: a split belongs to a woven plan and only to it"
