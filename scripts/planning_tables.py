@@ -68,24 +68,32 @@ def _published_kernel() -> str:
 
 
 def _collective() -> str:
-    """p2p, 2 H200, as this package's kernels run."""
-    result = json.loads((RESULTS / "h200x2-kernel-4096.json").read_text())
+    """p2p, 2 and 4 H200, as this package's kernels run."""
     kinds = {"tokenweave one-shot": "one-shot", "tokenweave two-shot default": "alone", "tokenweave two-shot": ""}
-    cells: dict[int, dict[str, str]] = {}
-    errors = []
-    for row in result["rows"]:
-        if (kind := kinds.get(row["impl"])) is None:
-            continue
-        tokens, ctas = row["tokens"], None if kind else row["ctas"]
-        if kind == "one-shot":
-            ours = float(comm.one_shot_us(tokens, 4096, 2, GPUS["h200"]))
-        else:
-            ours = float(comm.two_shot_us(tokens, 4096, 2, GPUS["h200"], "p2p", ctas, alone=kind == "alone"))
-        errors.append(ours / row["us"] - 1)
-        cells.setdefault(tokens, {})[kind or f"{ctas} CTAs"] = _pair(row["us"], ours)
-    columns = ["4 CTAs", "8 CTAs", "12 CTAs", "alone", "one-shot"]
-    lines = [[str(tokens), *[row.get(column, "") for column in columns]] for tokens, row in cells.items()]
-    return f"{_table(['tokens', *columns], lines)}\n\n{_summary(errors)}"
+    columns = ("4 CTAs", "8 CTAs", "alone", "one-shot")
+    errors, lines = [], []
+    for path in sorted(RESULTS.glob("h200x[24]-kernel-*.json")):
+        cells: dict[tuple[int, int, int], dict[str, str]] = {}
+        for row in json.loads(path.read_text())["rows"]:
+            if (kind := kinds.get(row["impl"])) is None:
+                continue
+            tokens, hidden, ranks = row["tokens"], row["hidden"], row["ranks"]
+            if kind == "one-shot":
+                ours = float(comm.one_shot_us(tokens, hidden, ranks, GPUS["h200"]))
+            else:
+                ctas, alone = (None, True) if kind else (row["ctas"], False)
+                ours = float(comm.two_shot_us(tokens, hidden, ranks, GPUS["h200"], "p2p", ctas, alone=alone))
+            errors.append(ours / row["us"] - 1)
+            key = kind or f"{row['ctas']} CTAs"
+            cells.setdefault((ranks, hidden, tokens), {})[key] = _pair(row["us"], ours)
+        lines += [
+            [*map(str, key), *[row.get(column, "") for column in columns]]
+            for key, row in cells.items()
+            if key[2] in (1, 64, 512, 2048, 16384)
+        ]
+    lines.sort(key=lambda line: [int(cell) for cell in line[:3]])
+    table = _table(["ranks", "hidden", "tokens", *columns], lines)
+    return f"{table}\n\nOf all sizes and numbers of blocks measured, {_summary(errors)}"
 
 
 def _layers() -> str:

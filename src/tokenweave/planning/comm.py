@@ -19,19 +19,14 @@ TRANSPORTS = ("multimem", "p2p", "torch")
 
 # Fitted to kernels measured on 2 and 4 H200 (p2p, NCCL), and published for 8 H100 (multimem): docs/planning.md. Shares are
 # of the data sheet's link rate.
-P2P_START_US, P2P_RANK_US = 4.61, 0.85  # launch and both barriers, and what each rank adds
-P2P_FILL_US, P2P_FILL_ROWS = (
-    0.57,
-    18.7,
-)  # until a block's rows are in flight: half of it from so many rows of the batch on
-P2P_PLATEAU = 0.736  # 331 of 450 GB/s
-P2P_CTA_GBS_PER_GHZ = (
-    46.6  # 92 GB/s touched by a CTA at 1.98 GHz, peers' and local bytes alike: the SM's port is the limit
-)
+P2P_START_US, P2P_RANK_US = 4.75, 0.78  # launch and both barriers, and what each rank adds
+P2P_FILL_US, P2P_FILL_ROWS = 0.4, 15.0  # until rows are in flight; half of it from so many rows of the batch on
+P2P_PLATEAU = 0.729  # 328 of 450 GB/s
+P2P_CTA_GBS_PER_GHZ = 45.3  # 90 GB/s at 1.98 GHz touched by a CTA, peers' and local bytes alike: the SM's port
 P2P_SHARPNESS = 9.0  # the slower of link and SMs, rounded off where both are close
 ALONE_US = 1.4  # that a launch with the default blocks gains by starting while its predecessor ends
-ONESHOT_START_US, ONESHOT_RANK_US = 3.5, 0.4
-ONESHOT_PLATEAU, ONESHOT_SHARPNESS = 0.6, 1.5
+ONESHOT_START_US, ONESHOT_RANK_US = 3.4, 0.6
+ONESHOT_PLATEAU, ONESHOT_SHARPNESS = 0.62, 1.6
 MULTIMEM_START_US, MULTIMEM_RANK_US = 4.5, 0.92
 MULTIMEM_FILL_US, MULTIMEM_FILL_ROWS = 7.0, 360.0
 MULTIMEM_PLATEAU = 0.696  # 313 of 450 GB/s
@@ -44,7 +39,8 @@ LIBRARY_LOW_LATENCY_RATE = 0.31  # of the link, in the protocol for small messag
 # Beside other work. 8 come near the plateau; 16 were measured beside GEMMs on H200 and left no room for all clusters of a
 # GEMM that is told of the other 116 SMs: a third slower.
 CTA_CHOICES = (2, 4, 8)
-MOST_ALONE, ROWS_ALONE = 64, 4  # blocks of a launch that has the GPU to itself, and rows at a time in each
+MOST_ALONE = 64  # blocks of a launch that has the GPU to itself
+ROW_ELEMENTS = 16384  # that a block works on at a time: so many rows
 LIBRARY_CTAS = 16  # SMs that the library's kernel holds
 
 
@@ -151,7 +147,7 @@ def two_shot_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, cta
     owned = rows / tp
     overlapped = ALONE_US if alone else 0.0
     if ctas is None:
-        ctas = np.clip(ceil_div(ceil_div(tokens, tp), ROWS_ALONE), 1, MOST_ALONE)
+        ctas = np.clip(ceil_div(ceil_div(tokens, tp), max(1, ROW_ELEMENTS // hidden)), 1, MOST_ALONE)
     if transport == "multimem":
         start = MULTIMEM_START_US + MULTIMEM_RANK_US * tp - overlapped
         fill = MULTIMEM_FILL_US * tokens / (tokens + MULTIMEM_FILL_ROWS)
