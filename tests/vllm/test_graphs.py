@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from tokenweave.integrations.vllm import graphs as module
+from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.graphs import Graphs
+from tokenweave.integrations.vllm.measured import Measured
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Rows
-from tokenweave.integrations.vllm.runtime import Cut, Planned, Runtime
+from tokenweave.integrations.vllm.runtime import Runtime
+from tokenweave.integrations.vllm.step import Cut, Planned
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning import Mode, Plan, Planner
 
@@ -91,9 +94,8 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     """A runtime without workspace, model and GPU."""
     runtime = object.__new__(Runtime)
     runtime.max_rows, runtime.max_requests, runtime.max_length = MAX_ROWS, REQUESTS, max_length
-    runtime.device, runtime.mode, runtime.measured, runtime.plain = torch.device("cuda"), mode, None, True
-    runtime.steps, runtime.off, runtime._plans, runtime._made_graphs = Steps(), None, {}, False
-    runtime.planner = planner()
+    runtime.device, runtime.choice = torch.device("cuda"), Choice(planner(), mode, plain=True)
+    runtime.steps, runtime.off, runtime._made_graphs = Steps(), None, False
     runtime.workspace = SimpleNamespace(
         group=None, transport="torch", buffer=lambda rows: torch.zeros(rows, 4), world_size=2
     )
@@ -252,9 +254,9 @@ def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None
     runtime.capture_at_start(tables, stock)
     assert runtime.off is None
     assert sizes == [2048, 1024, 640]
-    assert runtime.measured is not None
-    assert runtime.measured.best(640) is Mode.SEQUENTIAL
-    assert runtime.measured.best(1024) is runtime.measured.best(2048) is Mode.FUSED
+    assert runtime.choice.measured is not None
+    assert runtime.choice.measured.best(640) is Mode.SEQUENTIAL
+    assert runtime.choice.measured.best(1024) is runtime.choice.measured.best(2048) is Mode.FUSED
     after = (buffers.starts, buffers.lengths, buffers.slots, buffers.positions)
     assert all(a.equal(b) for a, b in zip(before, after, strict=True))
     modes = {key[0]: key[2] for key in runtime.graphs._graphs}
@@ -273,7 +275,7 @@ def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]
     runtime, buffers = make_runtime(Mode.FUSED, max_length=900), Buffers()
     _, tables = buffers.step([7, 8])
     runtime.capture_at_start(tables, stock_of({}, []))
-    assert runtime.measured is None  # the mode was given
+    assert runtime.choice.measured is None  # the mode was given
     for cut, (starts, lengths) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
         counts = [b - a for a, b in itertools.pairwise(starts)]
         assert sum(counts) == cut.rows
@@ -313,10 +315,10 @@ def test_a_hazard_takes_the_fused_plan() -> None:
 
 
 def test_quantised_models_are_not_cut_by_a_planner_that_knows_bf16() -> None:
-    runtime = make_runtime()
-    assert runtime.plan([], 2048).mode is Mode.WOVEN
-    runtime.plain = False
-    runtime._plans.clear()
-    assert runtime.plan([], 2048).mode is Mode.FUSED
-    runtime.mode = Mode.WOVEN
-    assert runtime.plan([], 2048).mode is Mode.WOVEN
+    assert Choice(planner(), None, plain=True).plan(2048).mode is Mode.WOVEN
+    quantised = Choice(planner(), None, plain=False)
+    assert quantised.plan(2048).mode is Mode.FUSED
+    quantised.measured = Measured((1024, 2048), stock=(20.0, 40.0), fused=(19.0, 38.0), woven=(18.0, 36.0))
+    assert quantised.plan(2048).mode is Mode.WOVEN
+    assert quantised.plan(2048, allow_woven=False).mode is Mode.FUSED
+    assert Choice(planner(), Mode.WOVEN, plain=False).plan(2048).mode is Mode.WOVEN

@@ -21,10 +21,11 @@ import torch
 
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.measured import SIZES, milliseconds
+from tokenweave.integrations.vllm.step import Cut
 from tokenweave.planning import Mode, Plan
 
 if TYPE_CHECKING:
-    from tokenweave.integrations.vllm.runtime import Cut, Runtime
+    from tokenweave.integrations.vllm.runtime import Runtime
 
 log = logging.getLogger("vllm.tokenweave")
 
@@ -131,7 +132,7 @@ class Graphs:
             for size in sorted(self.sizes, reverse=True):  # small ones fit into large ones' memory
                 row = [milliseconds(stock(size), runtime.device)]
                 for mode in (Mode.FUSED, Mode.WOVEN):
-                    found = self._make(runtime.planner.plan(size, mode=mode), size, self.rooms[0], tables)
+                    found = self._make(runtime.choice.planner.plan(size, mode=mode), size, self.rooms[0], tables)
                     assert found.graph is not None
                     row.append(milliseconds(found.graph.replay, runtime.device))
                 times.append(row)
@@ -190,8 +191,6 @@ class Graphs:
         return sizes
 
     def _new(self, plan: Plan, tables: Tables, capacity: int, addresses: tuple[int, ...]) -> _Graph:
-        from tokenweave.integrations.vllm.runtime import Cut
-
         cut = Cut(plan, capacity, tables, longest_query=capacity, longest_sequence=self._runtime.max_length)
         return _Graph(cut, addresses)
 

@@ -6,7 +6,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -15,12 +14,14 @@ import torch.distributed as dist
 
 from tokenweave.collective import Workspace
 from tokenweave.engine.collectives import check, collective_of
+from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.graphs import TILE, Graphs
 from tokenweave.integrations.vllm.measured import Measured, slowest
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Requests, Rows
+from tokenweave.integrations.vllm.step import Cut, Planned, Step
 from tokenweave.integrations.vllm.walk import Inputs, attentions, stages_of
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream, Inline, Overlap
@@ -32,40 +33,6 @@ log = logging.getLogger("vllm.tokenweave")
 T = TypeVar("T")
 
 EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A planned step, before anything of it runs.
-
-    Attributes:
-        plan: fused or woven.
-        rows: real ones.
-        tables: of the step.
-        longest_query, longest_sequence: of any request, or more.
-    """
-
-    plan: Plan
-    rows: int
-    tables: Tables
-    longest_query: int
-    longest_sequence: int
-
-
-class Planned(dict[str, Any]):
-    """vLLM's attention metadata by layer, and the step that was planned on it."""
-
-    def __init__(self, metadata: dict[str, Any], step: Step) -> None:
-        super().__init__(metadata)
-        self.step = step
-
-
-@dataclass(frozen=True)
-class Step:
-    """``graph``: what runs it, or None where it runs launch by launch."""
-
-    cut: Cut
-    graph: Any = None
 
 
 class Runtime:
@@ -81,11 +48,10 @@ class Runtime:
 
     Attributes:
         off: why everything runs as stock from now on, or None.
-        mode: of all steps; None: the planner chooses.
+        choice: decides about steps.
         steps: counts them.
         requests: that are live.
         graphs: of this rank; None where steps run launch by launch.
-        measured: what auto mode goes by where it is there; the planner otherwise.
 
     Raises:
         CollectiveError: no workspace can be had.
@@ -109,7 +75,6 @@ class Runtime:
         self.off: Reason | None = None
         self.steps = Steps(first_rank=dist.get_rank(group) == 0)
         self.requests = Requests()
-        self.mode = asked_mode()
         self.workspace = Workspace(
             group,
             max_tokens=self.max_rows,
@@ -122,13 +87,12 @@ class Runtime:
         )
         self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=dtype, device=device)
         gpu = "cpu" if device.type == "cpu" else None
-        self.planner = Planner(numbers, gpu, self.workspace.world_size, self.workspace.transport, self.mode or "auto")
-        self.plain = vllm_config.quant_config is None
+        mode, plain = asked_mode(), vllm_config.quant_config is None
+        planner = Planner(numbers, gpu, self.workspace.world_size, self.workspace.transport, mode or "auto")
+        self.choice = Choice(planner, mode, plain=plain)
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
         self._inline = Inline()
-        self.measured: Measured | None = None
-        self._plans: dict[tuple[int, bool, Mode | None], Plan] = {}
         self._made_graphs = False
 
     @functools.cached_property
@@ -144,7 +108,7 @@ class Runtime:
     @functools.cached_property
     def needs_clean_padding(self) -> bool:
         """Whether rows of padding must be finite, because rows meet: in a router's kernel, in a scale of all rows."""
-        return not self.plain or hasattr(self.model.layers[0], "block_sparse_moe")
+        return self.vllm_config.quant_config is not None or hasattr(self.model.layers[0], "block_sparse_moe")
 
     def addresses(self) -> tuple[int, ...]:
         """Of what a graph reads besides the runner's buffers, as far as vLLM may move it."""
@@ -164,7 +128,7 @@ class Runtime:
 
     def use(self, mode: Mode | str | None) -> None:
         """Sets the mode of all further steps, on every rank at the same step: ``"auto"``, a mode, or None for auto."""
-        self.mode = None if mode is None else asked_mode(mode)
+        self.choice.mode = None if mode is None else asked_mode(mode)
 
     def plan(self, step: Sequence[Rows], capacity: int) -> Plan | None:
         """Fused, woven, or None where stock is expected to be as fast.
@@ -173,10 +137,10 @@ class Runtime:
             step: its requests' rows, in order.
             capacity: rows that will be computed, of which the last may be padding.
         """
-        plan = self._plan_of(capacity, allow_woven=True)
+        plan = self.choice.plan(capacity)
         if plan.split is not None and self.requests.hazard(step, plan.split):
             self.steps.count(Reason.PREFIX_HAZARD)
-            plan = self._plan_of(capacity, allow_woven=False)
+            plan = self.choice.plan(capacity, allow_woven=False)
         return None if plan.mode is Mode.SEQUENTIAL else plan
 
     def prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
@@ -251,14 +215,14 @@ class Runtime:
             return
         self._made_graphs = True
         began = time.perf_counter()
-        if self.mode is None and graphs.sizes:
+        if self.choice.mode is None and graphs.sizes:
             times = self._together(lambda: graphs.time_modes(tables, stock))
             if times is None:
                 return
-            self.measured = Measured.of(graphs.sizes, slowest(times, self.workspace.group, self.device))
-            self._plans.clear()
+            measured = Measured.of(graphs.sizes, slowest(times, self.workspace.group, self.device))
+            self.choice.measured = measured
             if self.steps.first_rank:
-                log.info("TokenWeave: ms of a step: %s", self.measured)
+                log.info("TokenWeave: ms of a step: %s", measured)
         self._together(lambda: graphs.make_at_start(tables, len(self.model.layers)))
         if self.steps.first_rank:
             log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
@@ -324,17 +288,6 @@ class Runtime:
         gemm_sms = {gemm: sms for (gemm, split), sms in cut.plan.gemm_sms.items() if split == name}
         inputs = Inputs(tables.token_ids[start:stop], tables.positions[start:stop], context, gemm_sms, padding)
         return Split(start, tokens, inputs, self.residual[start:stop], row_count=real)
-
-    def _plan_of(self, rows: int, *, allow_woven: bool) -> Plan:
-        key = rows, allow_woven, self.mode
-        if key not in self._plans:
-            mode = self.mode
-            if mode is None and self.measured is not None:
-                mode = self.measured.best(rows, allow_woven=allow_woven)
-            elif mode is None and not self.plain:
-                allow_woven = False  # the planner knows bf16 GEMMs: of others it is only asked whether fusing pays
-            self._plans[key] = self.planner.plan(rows, mode=mode or "auto", allow_woven=allow_woven)
-        return self._plans[key]
 
     def _may_capture(self) -> bool:
         from vllm.config import CUDAGraphMode

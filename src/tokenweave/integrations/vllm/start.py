@@ -69,7 +69,7 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
     if says.first_rank:
         log.info(
             "TokenWeave: mode %s, %s transport (%s), steps of up to %d rows; ready in %.1f s",
-            runtime.mode or "auto",
+            runtime.choice.mode or "auto",
             runtime.workspace.transport,
             runtime.workspace.reason,
             runtime.max_rows,

@@ -12,7 +12,8 @@ import torch
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Rows
-from tokenweave.integrations.vllm.runtime import Planned, Runtime
+from tokenweave.integrations.vllm.runtime import Runtime
+from tokenweave.integrations.vllm.step import Planned
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from typing import Any
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Requests, Rows
-from tokenweave.integrations.vllm.runtime import Planned, Runtime
+from tokenweave.integrations.vllm.runtime import Runtime
+from tokenweave.integrations.vllm.step import Planned
 
 
 def install() -> None:

@@ -1,0 +1,59 @@
+"""Fused, woven or stock: by the mode that was given, else by what was measured, else by the planner."""
+
+from __future__ import annotations
+
+from tokenweave.integrations.vllm.measured import Measured
+from tokenweave.planning import Mode, Plan, Planner
+
+
+class Choice:
+    """What decides about steps; the same on all ranks.
+
+    Args:
+        planner: of the model, the GPU and the ranks.
+        mode: of all steps, or None for auto.
+        plain: whether the weights are bf16 (or alike), which is what the planner knows.
+
+    Attributes:
+        planner: as given.
+    """
+
+    def __init__(self, planner: Planner, mode: Mode | None, *, plain: bool) -> None:
+        self.planner = planner
+        self._mode, self._plain = mode, plain
+        self._measured: Measured | None = None
+        self._plans: dict[tuple[int, bool, Mode | None], Plan] = {}
+
+    @property
+    def mode(self) -> Mode | None:
+        """Of all steps; None: auto. It may be changed between steps, on all ranks alike."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode | None) -> None:
+        self._mode = mode
+
+    @property
+    def measured(self) -> Measured | None:
+        """What auto goes by where it is there; the planner otherwise."""
+        return self._measured
+
+    @measured.setter
+    def measured(self, measured: Measured | None) -> None:
+        self._measured = measured
+        self._plans.clear()
+
+    def plan(self, rows: int, *, allow_woven: bool = True) -> Plan:
+        """The plan of a step of so many rows; ``SEQUENTIAL`` is stock vLLM.
+
+        It depends on nothing else, so that steps of a size share a graph.
+        """
+        key = rows, allow_woven, self._mode
+        if key not in self._plans:
+            mode = self._mode
+            if mode is None and self._measured is not None:
+                mode = self._measured.best(rows, allow_woven=allow_woven)
+            elif mode is None and not self._plain:
+                allow_woven = False  # of GEMMs that the planner doesn't know it is only asked whether fusing pays
+            self._plans[key] = self.planner.plan(rows, mode=mode or "auto", allow_woven=allow_woven)
+        return self._plans[key]
