@@ -31,8 +31,8 @@ def test_every_condition_has_its_place_in_a_table(measure):
     for number, how in enumerate(conditions):
         for rows in (512, 1024):
             us = 100.0 if how == measure.Condition() else 1000.0 + number
-            held.append({"gemm": "qkv", "rows": rows, **dataclasses.asdict(how), "us": us})
-        shown[how] = f"{us:.0f} ({us / 100:.2f})"
+            held.append({"gemm": "qkv", "rows": rows, **dataclasses.asdict(how), "us": us, "covered": number % 2 == 0})
+        shown[how] = f"{'> ' * (number % 2)}{us:.0f} ({us / 100:.2f})"
     result = {
         "config": {
             "sms": 132,
@@ -51,6 +51,8 @@ def test_every_condition_has_its_place_in_a_table(measure):
     assert all(len(line) == len(table["columns"]) for table in tables.values() for line in table["rows"])
     missing = [how for how, cell in shown.items() if how.blocks and cell not in cells]
     assert missing == []
+    assert [len(tables["sm-budget-fits"][part]) for part in ("columns", "rows")] == [3 + 9, 2]
+    assert "sm-budget-order" not in measure.tables({**result, "slots": []})
     assert len(tables["sm-budget-ways"]["rows"]) == len(tables["sm-budget-order"]["rows"]) == 2
     assert len(tables["sm-budget-launches"]["rows"]) == len(measure.LAUNCHES)
     assert tables["sm-budget-targets"]["rows"][0][0] == "none"

@@ -1,9 +1,9 @@
 """GEMMs beside a collective that really runs: what each way of telling them which SMs are free is worth. Two GPUs or more.
 
-PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/sm_budget/measure.py OUT.json [--rows 512,1024,2048]
+PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/sm_budget/measure.py OUT.json [--rows 512,1024,2048,4096]
 
 Held: GEMMs in a row, timed while one collective, long enough to cover them, holds its SMs and its link. Slots: as in a
-woven step, a GEMM and a collective of as many rows start together, and the next pair waits for both. All conditions of a
+woven step, a GEMM and a collective of as many rows start together, and the next pair waits for both; in a graph. All conditions of a
 shape run in paired rounds. The shapes are Llama-3.1-8B's on 2 ranks, whatever the number of ranks.
 """
 
@@ -28,7 +28,7 @@ from green import split_streams
 from tables import tables
 
 from tokenweave.bench.environment import Monitor, describe, machine_line
-from tokenweave.bench.timing import MIN_ROUNDS, median_estimate, paired_rounds, slowest_rank
+from tokenweave.bench.timing import MIN_ROUNDS, GraphClock, median_estimate, paired_rounds, slowest_rank
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.engine.collectives import check
 from tokenweave.errors import TokenWeaveError
@@ -36,23 +36,13 @@ from tokenweave.models.sm_budget import sm_budget
 
 HIDDEN = 4096
 SHAPES = {"qkv": (3072, 4096), "o": (4096, 2048), "gate_up": (14336, 4096), "down": (4096, 7168)}  # n, k
-LAUNCHES = (
-    (2, 1),
-    (2, 2),
-    (4, 1),
-    (4, 2),
-    (4, 4),
-    (8, 1),
-    (8, 2),
-    (8, 4),
-    (12, 4),
-    (16, 1),
-    (16, 4),
-)  # blocks, cluster
-USUAL = (8, 4)
+# Blocks, cluster.
+LAUNCHES = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (12, 2), (12, 4), (16, 1), (16, 2), (16, 4))
+USUAL = (8, 2)
 GEMMS = 2  # timed in a row
-SLOTS = 4
-MOST_ROWS = 65536  # of a collective
+SLOWEST = 2.5  # times as long as alone: what the collective is made to cover
+SLOTS = 8
+MOST_ROWS = 98304  # of a collective
 TIMED_ROWS = 8192  # of the collectives whose speed says how many rows cover the GEMMs
 ROTATED = 150 << 20  # bytes of weights that take turns, more than the L2 cache holds
 SLEEP_CYCLES = 1_600_000  # about 0.8 ms: the host queues a sample behind it
@@ -137,6 +127,7 @@ class Bench:
         self.residual = torch.randn(MOST_ROWS, HIDDEN, dtype=torch.bfloat16, device=self.device)
         self.weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device=self.device)
         self.meet = torch.zeros(1, device=self.device)
+        self.clock = GraphClock(group, self.device)
         self.gemm_stream, self.comm_stream = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
         self.green: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self.green_sms = self._make_green() if green else {"error": "switched off"}
@@ -218,31 +209,31 @@ class Bench:
             covered.append(end.elapsed_time(outlived) > 0)
         return begin.elapsed_time(end) * 1e3 / GEMMS
 
-    def slot_us(self, gemm: Callable[[], object], how: Slot, rows: int) -> float:
-        """us of a pair of GEMM and collective, both of ``rows`` rows, in a row of pairs."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def pairs(self, gemm: Callable[[], object], how: Slot, rows: int) -> None:
+        """Launches SLOTS pairs of a GEMM and a collective of ``rows`` rows, each of which waits for the one before."""
+        current = torch.cuda.current_stream()
 
         def compute() -> None:
-            with torch.cuda.stream(self.gemm_stream), sm_budget(how.target):
+            with sm_budget(how.target):
                 gemm()
 
         def communicate() -> None:
             with torch.cuda.stream(self.comm_stream):
                 self.collective(rows, how.blocks, how.cluster)
 
-        self._together()
-        current = torch.cuda.current_stream()
-        begin.record()
         for _ in range(SLOTS):
-            for stream in (self.comm_stream, self.gemm_stream):
-                stream.wait_stream(current)
+            self.comm_stream.wait_stream(current)
             for issue in (compute, communicate) if how.gemm_first else (communicate, compute):
                 issue()
-            for stream in (self.comm_stream, self.gemm_stream):
-                current.wait_stream(stream)
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e3 / SLOTS
+            current.wait_stream(self.comm_stream)
+
+    def slot(self, gemm: Callable[[], object], how: Slot, rows: int) -> Callable[[], float]:
+        """us of a pair, by a graph of several: the host could not launch short ones as fast as they run."""
+        self.clock.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.clock.stream):  # libraries set themselves up on the stream that captures
+            self.pairs(gemm, how, rows)
+        graph = self.clock.capture(lambda: self.pairs(gemm, how, rows), 1)
+        return lambda: self.clock.replay(graph, lambda: None) / SLOTS
 
     def shape(self, name: str, rows: int, result: dict[str, Any]) -> None:
         """Measures one shape at one number of rows; adds to ``result``'s "held" and "slots"."""
@@ -254,12 +245,11 @@ class Bench:
         modes: dict[str, Callable[[], float]] = {}
         for how in chosen:
             self._warm(gemm, how)
-            # Without a target a GEMM may take twice as long and more, with one hardly longer than alone.
-            expected = (GEMMS + 1) * alone * (2.4 if how.target is None else 1.6)
+            expected = (GEMMS + 1) * alone * SLOWEST
             long = 0 if not how.blocks else math.ceil(expected / self.us_per_row[how.blocks, how.cluster])
             modes[repr(how)] = self._held(gemm, how, min(MOST_ROWS, long), covered[how])
         orders = slots(self.sms)
-        modes |= {repr(slot): (lambda slot=slot: self.slot_us(gemm, slot, rows)) for slot in orders}  # type: ignore[misc]
+        modes |= {repr(slot): self.slot(gemm, slot, rows) for slot in orders}
         times = self._timed(modes)
         for how in chosen:
             row = {"gemm": name, "rows": rows, **dataclasses.asdict(how), **_estimate(times[repr(how)])}
@@ -335,7 +325,7 @@ def _estimate(times: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT.json")
-    parser.add_argument("--rows", default="512,1024,2048", help="of the GEMMs (default %(default)s)")
+    parser.add_argument("--rows", default="512,1024,2048,4096", help="of the GEMMs (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
     parser.add_argument("--no-green", action="store_true", help="without green contexts")
     args = parser.parse_args()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-_NOTE = "us, medians of paired rounds, the slowest rank; in brackets, how often it takes the GEMM's time alone."
+_NOTE = (
+    "us, medians of paired rounds, the slowest rank; in brackets, how often it takes the GEMM's time alone; "
+    ">: the collective was over before the last of the GEMMs."
+)
 
 
 def tables(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Name -> table, as ``scripts/readme_tables.py`` wants it described."""
-    return {
+    found = {
         "sm-budget-ways": _ways(result),
+        "sm-budget-fits": _fits(result),
         "sm-budget-launches": _launches(result),
         "sm-budget-targets": _targets(result),
-        "sm-budget-order": _order(result),
     }
+    return found | ({"sm-budget-order": _order(result)} if result["slots"] else {})
 
 
 def _ways(result: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +45,26 @@ def _ways(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fits(result: dict[str, Any]) -> dict[str, Any]:
+    """GEMMs that are told what each number of blocks leaves."""
+    sms = result["config"]["sms"]
+    launches = dict.fromkeys((row["blocks"], row["cluster"]) for row in result["held"] if row["cluster"] > 1)
+
+    def cells(gemm: str, rows: int, alone: float) -> list[str]:
+        hows = ({"blocks": blocks, "cluster": cluster, "target": sms - blocks} for blocks, cluster in launches)
+        return [_cell(_find(result, gemm, rows, **how), alone) for how in hows]
+
+    return {
+        "title": f"GEMMs with an SM target of {sms} minus the collective's blocks, by blocks / cluster",
+        "columns": ["GEMM", "rows", "alone", *(f"{blocks} / {cluster}" for blocks, cluster in launches)],
+        "rows": [[gemm, rows, alone, *cells(gemm, rows, alone)] for gemm, rows, alone in _shapes(result)],
+        "note": _NOTE,
+    }
+
+
 def _launches(result: dict[str, Any]) -> dict[str, Any]:
     """The collective's blocks and clusters, with nothing told and with the SMs that they leave."""
-    sms, rows = result["config"]["sms"], _longest(result)
+    sms, rows = result["config"]["sms"], _shown(result)
     launches = list(dict.fromkeys((row["blocks"], row["cluster"]) for row in result["held"] if row["blocks"]))
     shapes = [(gemm, alone) for gemm, of, alone in _shapes(result) if of == rows]
     lines = []
@@ -66,7 +87,7 @@ def _launches(result: dict[str, Any]) -> dict[str, Any]:
 def _targets(result: dict[str, Any]) -> dict[str, Any]:
     """SM targets beside the usual collective."""
     blocks, cluster = result["config"]["usual"]
-    rows = _longest(result)
+    rows = _shown(result)
     usual = {"blocks": blocks, "cluster": cluster, "library": "cublas", "green": False}
     targets = {row["target"] for row in result["held"] if all(row[name] == value for name, value in usual.items())}
     ordered = [None, *sorted((target for target in targets if target is not None), reverse=True)]
@@ -114,8 +135,10 @@ def _shapes(result: dict[str, Any]) -> list[tuple[str, int, float]]:
     ]
 
 
-def _longest(result: dict[str, Any]) -> int:
-    return max(row["rows"] for row in result["held"])
+def _shown(result: dict[str, Any]) -> int:
+    """The number of rows whose tables are shown, where one is enough."""
+    measured = {row["rows"] for row in result["held"]}
+    return 2048 if 2048 in measured else max(measured)
 
 
 def _find(result: dict[str, Any], gemm: str, rows: int, **how: Any) -> dict[str, Any] | None:
@@ -125,4 +148,6 @@ def _find(result: dict[str, Any], gemm: str, rows: int, **how: Any) -> dict[str,
 
 
 def _cell(row: dict[str, Any] | None, alone: float) -> str:
-    return "-" if row is None else f"{row['us']:.0f} ({row['us'] / alone:.2f})"
+    if row is None:
+        return "-"
+    return f"{'' if row['covered'] else '> '}{row['us']:.0f} ({row['us'] / alone:.2f})"
