@@ -71,7 +71,7 @@ def _switch(worker: Any, mode: str) -> None:
     runtime.use("sequential" if mode == "stock" else mode)
     if runtime.graphs is not None:
         runtime.rooms_at_start = getattr(runtime, "rooms_at_start", runtime.graphs.rooms)
-        runtime.graphs.rooms = (int(room),) if room else runtime.rooms_at_start
+        runtime.graphs.rooms = (min(int(room), runtime.max_requests),) if room else runtime.rooms_at_start
 
 
 def _randomise(worker: Any) -> None:
