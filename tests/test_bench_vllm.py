@@ -179,7 +179,9 @@ def test_side_by_side_rounds_are_paired(vllm: Path) -> None:
     code, result = bench(vllm, *words)
     assert code == 0
     assert result["pairing"].startswith("paired")
-    assert [engine["arguments"]["gpu_memory_utilization"] for engine in result["engines"]] == [0.45, 0.45]
+    for found in result["engines"]:
+        assert found["arguments"]["gpu_memory_utilization"] == 0.45
+        assert found["arguments"]["kv_cache_memory_bytes"] == 2**28
     row = rows(result, "prefill")["tokenweave", 1500]
     assert row["speedup_over_default_low"] <= row["speedup_over_default"] <= row["speedup_over_default_high"]
 
@@ -326,6 +328,7 @@ def test_ratios_are_paired_only_where_rounds_are() -> None:
         (["--rounds=0"], "--rounds 0"),
         (["--decode-steps=1"], "--decode-steps 1"),
         (["--memory=1.5"], "--memory 1.5"),
+        (["--kv-gib=0"], "--kv-gib 0"),
         (["--engine-args=[1]"], "expected a JSON object"),
         (["--engine-args={"], "is not JSON"),
         (["--tokens=200000"], "the model's context is 131072"),

@@ -168,6 +168,7 @@ class VllmBench:
             self._write()
         for engine in engines.values():
             self._note(engine)
+            engine.end()
 
     # ---- phases
 

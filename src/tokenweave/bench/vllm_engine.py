@@ -147,6 +147,8 @@ async def _serve(arguments: dict[str, Any], replies: Any) -> None:
             }
         )
         server = Server(engine)
+        gc.collect()
+        gc.freeze()  # as vLLM's server does: what lives from now on is small
         commands: dict[str, Any] = {"replay": server.replay, "reset": server.reset}
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -17,6 +17,7 @@ from typing import Any
 from tokenweave.errors import TokenWeaveError
 
 _ENDING = 20.0  # seconds that an engine gets to end by itself
+_LAST_WORDS = 5.0  # seconds between the end of its answers and that of its log, which says why
 _LAST_LINES = 30
 
 
@@ -88,13 +89,17 @@ class EngineProcess:
             raise self._failed("ended") from None
         return self._answer(time.monotonic() + self._limit)
 
+    def end(self) -> None:
+        """Tells the engine to end, and doesn't wait: several end at the same time."""
+        with contextlib.suppress(BrokenPipeError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
     def close(self) -> None:
         """Ends the engine and all of its processes."""
         if self._replies < 0:
             return
-        with contextlib.suppress(BrokenPipeError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        self.end()
         if not self._broken:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_ENDING)
@@ -116,6 +121,8 @@ class EngineProcess:
                 raise self._failed(f"did not answer within {self._limit:.0f} s")
             if select.select([self._replies], [], [], min(left, 1.0))[0]:
                 if not (data := os.read(self._replies, 1 << 16)):
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        self._process.wait(_LAST_WORDS)
                     raise self._failed("ended")
                 self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)

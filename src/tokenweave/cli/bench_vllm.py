@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tokenweave.simulation import Trace
 
 _MARGIN = 16  # tokens of the longest sequence beyond what is asked for
+# KV cache of a rank where several engines share a GPU: vLLM sizes it by what it sees taken while it starts, which with others
+# beside it is theirs too.
+_SHARED_KV_GIB, _SHARED_KV_GIB_CPU = 16.0, 0.25
 
 
 def add_parser(kinds: Any) -> None:
@@ -46,6 +49,7 @@ def add_parser(kinds: Any) -> None:
     add("--max-batched-tokens", type=int, default=8192, help="of a step (default 8192, vLLM's on large GPUs)")
     add("--max-num-seqs", type=int, help="requests of a step (default: vLLM's; `best` may take fewer)")
     add("--memory", type=float, help="share of GPU memory for each engine (default 0.9; --together: 0.9 / engines)")
+    add("--kv-gib", type=float, help="KV cache of each rank (default: what --memory leaves; --together: 16)")
     add("--engine-args", default="{}", metavar="JSON", help="more arguments of every engine")
     add("--multicast", action="store_true", help="let vLLM and NCCL use NVLink multicast (default: none may)")
     add("--seed", type=int, default=0, help="of prompts, the trace's choice and orders")
@@ -104,6 +108,7 @@ def _config(args: argparse.Namespace, names: tuple[str, ...], folder: Path, dumm
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "seed": args.seed,
+        **({} if (kv_gib := _kv_gib(args)) is None else {"kv_cache_memory_bytes": int(kv_gib * 2**30)}),
         **({"load_format": "dummy"} if dummy else {}),
         **({"hf_overrides": {"num_hidden_layers": args.layers}} if args.layers is not None else {}),
         **({"max_num_seqs": args.max_num_seqs} if args.max_num_seqs is not None else {}),
@@ -131,6 +136,16 @@ def _config(args: argparse.Namespace, names: tuple[str, ...], folder: Path, dumm
         logs=args.logs or Path(tempfile.mkdtemp(prefix="tokenweave-vllm-logs-")),
         json=args.json,
     )
+
+
+def _kv_gib(args: argparse.Namespace) -> float | None:
+    """KV cache of a rank; None: vLLM's choice."""
+    from tokenweave.doctor_vllm import installed_vllm
+
+    if args.kv_gib is not None or not args.together:
+        return args.kv_gib
+    found = installed_vllm()
+    return _SHARED_KV_GIB_CPU if found is not None and found.cpu else _SHARED_KV_GIB
 
 
 def _trace(args: argparse.Namespace, longest: int) -> tuple[Trace | None, tuple[float, ...]]:
@@ -178,6 +193,8 @@ def _check(args: argparse.Namespace) -> tuple[str, ...]:
             raise RequestError(f"{option} {value}; expected at least {least}")
     if args.memory is not None and not 0 < args.memory < 1:
         raise RequestError(f"--memory {args.memory}; expected a share between 0 and 1")
+    if args.kv_gib is not None and args.kv_gib <= 0:
+        raise RequestError(f"--kv-gib {args.kv_gib}; expected a positive number")
     if args.together and args.starts > 1:
         raise RequestError("--starts counts starts one after the other; --together starts each engine once")
     if not (_sizes("--tokens", args.tokens) or _sizes("--decode", args.decode) or args.trace):
