@@ -100,7 +100,9 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
         group=None, transport="torch", buffer=lambda rows: torch.zeros(rows, 4), world_size=2
     )
     runtime.requests = SimpleNamespace(hazard=lambda step, cut: False, planned=lambda step: None)
-    runtime.model = SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=None))] * 32)
+    runtime.model = SimpleNamespace(
+        layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(num_heads=16)))] * 32
+    )
     runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
     runtime.addresses = lambda: (1, 2)
     runtime._anywhere = lambda true: true
@@ -312,6 +314,17 @@ def test_a_hazard_takes_the_fused_plan() -> None:
         Mode.FUSED, ctas=runtime.plan([], 1024).ctas, cluster=runtime.plan([], 1024).cluster
     )
     assert runtime.steps.reasons[Reason.PREFIX_HAZARD] == 3
+
+
+def test_decodes_alone_and_few_rows_after_long_contexts_run_as_stock() -> None:
+    runtime = make_runtime(Mode.WOVEN)
+    _, tables = Buffers().step([1] * 60)
+    assert runtime.prepare([Rows(f"r{i}", 11, 5000) for i in range(60)], tables) is None
+    assert runtime.steps.reasons == {Reason.DECODES: 1}
+    assert runtime.prepare([Rows("r", 1000, 20000)], tables) is None  # 8 tiles of rows, 16 heads, 132 SMs
+    assert runtime.steps.reasons[Reason.LONG_CONTEXT] == 1
+    assert runtime.plan([Rows("r", 2000, 20000)], 2048).mode is Mode.FUSED  # as a whole it is enough
+    assert runtime.plan([Rows("r", 2000, 2000)], 2048).mode is Mode.WOVEN
 
 
 def test_quantised_models_are_not_cut_by_a_planner_that_knows_bf16() -> None:

@@ -13,7 +13,15 @@ log = logging.getLogger("vllm.tokenweave")
 
 INTERVAL = 60.0  # seconds between two lines
 
-QUIET = {Reason.SMALL, Reason.DUMMY, Reason.PLANNER, Reason.NEW_BUCKET, Reason.EAGER_SLOWER}
+QUIET = {
+    Reason.SMALL,
+    Reason.DUMMY,
+    Reason.DECODES,
+    Reason.LONG_CONTEXT,
+    Reason.PLANNER,
+    Reason.NEW_BUCKET,
+    Reason.EAGER_SLOWER,
+}
 """Reasons that every healthy server has all the time: counted, said at debug level."""
 
 

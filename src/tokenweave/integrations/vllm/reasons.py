@@ -37,6 +37,8 @@ class Reason(str, Enum):
     # A step.
     SMALL = "few rows: vLLM replays a graph of its own"
     DUMMY = "a dummy run"
+    DECODES = "all requests decode: attention has a kernel for that alone"
+    LONG_CONTEXT = "a long context, and too few rows to fill the GPU without splitting it"
     PLANNER = "the planner expects no gain"
     CACHE_GROUPS = "layers have different kinds of cache"
     INPUT_EMBEDS = "the inputs are embeddings"

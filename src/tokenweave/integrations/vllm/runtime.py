@@ -33,6 +33,8 @@ log = logging.getLogger("vllm.tokenweave")
 T = TypeVar("T")
 
 EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them
+DECODE_ROWS = 16  # of a request, up to which FlashAttention packs query heads into a tile; ours plan for long prompts
+LONG_CONTEXT = 16384  # positions, from which on stock's attention splits them where rows alone don't fill the GPU
 
 
 class Runtime:
@@ -141,7 +143,16 @@ class Runtime:
         if plan.split is not None and self.requests.hazard(step, plan.split):
             self.steps.count(Reason.PREFIX_HAZARD)
             plan = self.choice.plan(capacity, allow_woven=False)
+        if plan.split is not None and not self._fills_gpu(step, min(plan.split, capacity - plan.split)):
+            plan = self.choice.plan(capacity, allow_woven=False)
         return None if plan.mode is Mode.SEQUENTIAL else plan
+
+    def _fills_gpu(self, step: Sequence[Rows], rows: int) -> bool:
+        """Whether so many rows of the step keep the GPU busy in attention, which ours does not split over positions."""
+        if self.device.type != "cuda" or max((r.context + r.tokens for r in step), default=0) < LONG_CONTEXT:
+            return True
+        tiles = -(-rows // TILE) * next(attentions(self.model)).num_heads
+        return tiles >= self.choice.planner.model.gpu.sms
 
     def prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
         """Plans a step that stock vLLM would launch kernel by kernel; None, with the reason counted, if stock runs it."""
@@ -159,6 +170,12 @@ class Runtime:
             self.turn_off(Reason.ATTENTION_BACKEND, problem)
             return None
         rows = sum(request.tokens for request in step)
+        if self.device.type == "cuda" and max(request.tokens for request in step) <= DECODE_ROWS:
+            self.steps.count(Reason.DECODES)
+            return None
+        if not self._fills_gpu(step, rows):
+            self.steps.count(Reason.LONG_CONTEXT)
+            return None
         capacity = None if self.graphs is None else self.graphs.rows_of(rows)
         plan = self.plan(step, capacity or rows)
         if plan is None or (plan.split is not None and plan.split >= rows):
