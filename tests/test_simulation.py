@@ -14,23 +14,30 @@ from tiny_llama import answers, make_engine, new_requests, save_tiny_llama
 from tokenweave.engine.sampling import SamplingParams
 from tokenweave.errors import RequestError
 from tokenweave.simulation import Limits, StepTable, Trace, measure, poisson, read_trace, simulate, sized
+from tokenweave.simulation.replica import _until
 
 UNIT = 2.0**-10
 
 
 class Exact:
-    """Step times that are sums of powers of two, so that no order of adding them rounds: ties are ties."""
+    """Step times that are sums of powers of two, so that no order of adding them rounds: ties are ties.
 
-    def __init__(self, kink: int = 10**9) -> None:
-        self.kink = kink
+    Coarse ones are whole multiples of what arrivals are multiples of: most arrivals meet the end of a step.
+    """
+
+    def __init__(self, kink: int = 10**9, coarse: bool = False) -> None:
+        self.kink, self.coarse = kink, coarse
 
     def __call__(self, rows: int, decodes: int, pairs: float, positions: int) -> float:
+        if self.coarse:
+            return 8 * UNIT * (1 + rows // 8)
         return UNIT * (32 + rows + decodes) + UNIT / 64 * (pairs + positions)
 
     mixed = __call__
 
     def decode(self, decodes: int, positions: int) -> tuple[float, float, int]:
-        return self(decodes, decodes, 0, positions), UNIT / 64 * decodes, 1 + positions % self.kink
+        growth = 0.0 if self.coarse else UNIT / 64 * decodes
+        return self(decodes, decodes, 0, positions), growth, 1 + positions % self.kink
 
 
 def trace_of(lengths: list[tuple[int, int, int]]) -> Trace:
@@ -49,12 +56,13 @@ lengths = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers
     replicas=st.integers(1, 4),
     routing=st.sampled_from(["least-loaded", "round-robin"]),
     kink=st.sampled_from([3, 50, 10**9]),
+    coarse=st.booleans(),
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_steps_and_times_are_the_engines_schedulers(
-    lengths, kv_tokens, max_batch_tokens, max_requests_running, replicas, routing, kink
+    lengths, kv_tokens, max_batch_tokens, max_requests_running, replicas, routing, kink, coarse
 ):
-    trace, steps = trace_of(lengths), Exact(kink)
+    trace, steps = trace_of(lengths), Exact(kink, coarse)
     limits = Limits(max_batch_tokens, max_requests_running, kv_tokens)
     outcome = simulate(trace, steps, limits, replicas, routing, record=True)
     fleet = reference(trace, steps, limits, replicas, routing)
@@ -68,6 +76,23 @@ def test_steps_and_times_are_the_engines_schedulers(
         assert counts.steps == len(expected.steps)
         assert counts.mixed_steps == sum(bool(step.chunks) for step in expected.steps)
         assert counts.busy == sum(step.end - step.start for step in expected.steps)
+
+
+@given(
+    first=st.integers(1, 64),
+    growth=st.integers(-16, 64),
+    start=st.integers(0, 999),
+    most=st.integers(1, 60),
+    at=st.integers(0, 59),
+    off=st.integers(-1, 1),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_stretch_ends_at_the_first_boundary_at_or_after_an_arrival(first, growth, start, most, at, off):
+    first += 1 + max(0, -growth) * most  # steps take time
+    ends = np.cumsum([first + step * growth for step in range(most)])
+    time = ends[at % most] + off
+    expected = next((count for count, end in enumerate(ends, 1) if end >= time), most)
+    assert _until(UNIT * (start + time), UNIT * start, most, UNIT * first, UNIT * growth) == expected
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +134,10 @@ def test_interpolated_times_are_the_same_step_by_step(lengths, rate, seed, repli
 
 
 def synthetic_us(chunks: tuple[tuple[int, int], ...], decodes: int, context: int) -> float:
-    """Stairs in the rows, linear in the attention, with a memory-bound floor."""
+    """Stairs in the rows; the slower of the prompts' and the decodes' attention; a memory-bound floor."""
     rows = decodes + sum(size for size, _ in chunks)
     pairs = sum(size * before + size * (size + 1) / 2 for size, before in chunks)
-    return 300 + max(900, 250 * -(-rows // 64)) + pairs / 500 + decodes * context / 100
+    return 300 + max(900, 250 * -(-rows // 64)) + max(100, pairs / 500, decodes * context / 50)
 
 
 @given(

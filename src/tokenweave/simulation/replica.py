@@ -33,8 +33,8 @@ class Limits:
 
     Attributes:
         max_batch_tokens: most rows of a step.
-        max_requests_running: most requests that have started and not ended; more than ``max_batch_tokens`` could not all
-            decode in one step, so that is the limit.
+        max_requests_running: most requests that have started and not ended. Never more than ``max_batch_tokens`` do: all
+            of them have a row in each step.
         kv_tokens: positions that the cache holds.
     """
 
@@ -124,8 +124,7 @@ def replica(
     prompts, outputs, arrivals = requests.prompts, requests.outputs, requests.arrivals
     started, first_token, finished = requests.started, requests.first_token, requests.finished
     mixed, decode = steps.mixed, steps.decode
-    most_rows = limits.max_batch_tokens
-    most_running = min(limits.max_requests_running, most_rows)
+    most_rows, most_running = limits.max_batch_tokens, limits.max_requests_running
     free = limits.kv_tokens
     now = busy = 0.0
     ticks = 0  # steps so far: a running request's last token falls on a known tick
@@ -196,7 +195,7 @@ def replica(
             if count > endings[0][0] - ticks:
                 count = endings[0][0] - ticks
             end = now + _lasting(count, first, growth)
-            watching = not queue and left > 0  # else nobody can start before somebody ends
+            watching = not queue  # else nobody can start before somebody ends
             while end >= limit:
                 limit = yield end
                 if watching and queue:
@@ -240,9 +239,8 @@ def _lasting(count: int, first: float, growth: float) -> float:
 def _until(time: float, start: float, most: int, first: float, growth: float) -> int:
     """How many of ``most`` steps there are until the first end of a step at or after ``time`` > ``start``."""
     wait = time - start
-    count = min(most, max(1, int(wait / (first + growth * wait / first / 2))))  # near; the loops make it exact
+    # As if all steps took what the middle one of wait / first steps takes: never too many, and seldom more than one too few.
+    count = min(most, max(1, int(wait / (first + growth * wait / first / 2))))
     while count < most and start + _lasting(count, first, growth) < time:
         count += 1
-    while count > 1 and start + _lasting(count - 1, first, growth) >= time:
-        count -= 1
     return count
