@@ -24,6 +24,26 @@ def test_command_prints_the_documented_json(capsys: pytest.CaptureFixture[str]) 
     assert several[0]["waves"] == {"whole": several[0]["waves"]["whole"], "prefix": None, "suffix": None}
 
 
+def test_explain_shows_waves_tiles_and_the_best_few_cuts(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "Llama-3.1-8B", "--gpu", "h200", "--tp", "4", "--tokens", "4096", "--explain"]
+    arguments += ["--transport", "p2p"]
+    assert main([*arguments, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["source"] == "the h200's data sheet"
+    assert shown["cluster"] == 4
+    assert set(shown["waves_by_gemm"]) == set(shown["tiles"]) == {"qkv", "o", "gate_up", "down"}
+    assert sum(counts[0] for counts in shown["waves_by_gemm"].values()) == shown["waves"]["whole"]
+    cuts = shown["cuts"]
+    assert len({cut["split"] for cut in cuts}) == len(cuts) == 5
+    assert shown["predicted_ms"]["woven"] == pytest.approx(cuts[0]["ms"], rel=0.003)
+    assert all(list(cut) == ["split", "ctas", "waves", "cost_us", "ms"] for cut in cuts)
+    assert shown["split"] in [cut["split"] for cut in shown["cuts"]]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "tiles      rows x columns: qkv" in out
+    assert out.count(" CTAs: ") == len(cuts)
+
+
 def test_mode_beats_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "Llama-3.1-8B", "--gpu", "h200", "--tp", "4", "--tokens", "4096", "--json"]
     monkeypatch.setenv("TOKENWEAVE_MODE", "sequential")

@@ -65,11 +65,13 @@ def text(explanation: Explanation, full: bool = False) -> str:
         lines.append(f"  {mode:<10} {ms:10.3f} ms  {ms / best:5.2f}x{note}")
     if full:
         lines.append(f"  figures    from {explanation.source}")
+        shapes = ", ".join(f"{gemm} {rows} x {columns}" for gemm, (rows, columns) in waves.tiles.items())
+        lines.append(f"  tiles      rows x columns: {shapes}")
         for cut in explanation.cuts:
             blocks = "" if cut.ctas is None else f", {cut.ctas} CTAs"
             lines.append(
                 f"  cut        {cut.split} + {explanation.tokens - cut.split}{blocks}: {cut.waves[0]} + {cut.waves[1]} waves, "
-                f"{cut.ms:.3f} ms"
+                f"GEMMs {cut.cost_us:+.0f} us a layer, {cut.ms:.3f} ms"
             )
     return "\n".join(lines)
 

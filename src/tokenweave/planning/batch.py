@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tokenweave.errors import RequestError
+
+_CONTEXT = itemgetter(1)
 
 
 class Run(NamedTuple):
@@ -29,18 +32,19 @@ def runs_of(sequences: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
 
     The order of the requests changes nothing. Raises RequestError for rows < 1 or context < 0.
     """
-    decodes = positions = 0
-    chunks: list[Run] = []
-    for rows, context in sequences:
-        if rows < 1 or context < 0:
-            raise RequestError(f"a sequence of {rows} rows after {context} positions; expected rows >= 1, context >= 0")
-        if rows == 1:
-            decodes += 1
-            positions += context
-        else:
-            chunks.append(Run(rows, context, True))
-    chunks.sort()
-    return (Run(decodes, rounded_up(-(-positions // decodes)), False), *chunks) if decodes else tuple(chunks)
+    told = tuple(sequences)
+    if not told:
+        return ()
+    chunks = [sequence for sequence in told if sequence[0] != 1]  # a step may have hundreds of decodes, and no time
+    positions = sum(map(_CONTEXT, told))
+    if min(map(_CONTEXT, told)) < 0 or any(rows < 1 for rows, _ in chunks):
+        rows, context = next((r, c) for r, c in told if r < 1 or c < 0)
+        raise RequestError(f"a sequence of {rows} rows after {context} positions; expected rows >= 1, context >= 0")
+    runs = tuple([Run(rows, context, True) for rows, context in sorted(chunks)])
+    if not (decodes := len(told) - len(chunks)):
+        return runs
+    positions -= sum(map(_CONTEXT, chunks))
+    return (Run(decodes, rounded_up(-(-positions // decodes)), False), *runs)
 
 
 def rounded_up(context: int) -> int:

@@ -32,14 +32,14 @@ MULTIMEM_FILL_US, MULTIMEM_FILL_ROWS = 7.0, 360.0
 MULTIMEM_PLATEAU = 0.696  # 313 of 450 GB/s
 MULTIMEM_REDUCE_PLATEAU = 0.80  # a plain multimem all-reduce, with no norm to wait for
 MULTIMEM_CTA_GBS = 6.43  # owned bytes per CTA: each load waits for the switch
-MULTIMEM_SERIAL_GBS = 72.5  # owned bytes, whatever the CTAs
+MULTIMEM_SWITCH_GBS = 580.0  # bytes of the batch, whatever the CTAs
 MULTIMEM_CROWD_US, MULTIMEM_CROWD_ROWS = 0.663, 2960.0  # a CTA beyond 16, in batches that are long beside so many rows
 LIBRARY_PLATEAU = 0.72  # NCCL's ring, 316-340 of 450 GB/s
 LIBRARY_LOW_LATENCY_RATE = 0.31  # of the link, in the protocol for small messages
 # Beside other work. 8 come near the plateau; 16 were measured beside GEMMs on H200 and left no room for all clusters of a
 # GEMM that is told of the other 116 SMs: a third slower.
 CTA_CHOICES = (2, 4, 8)
-MOST_ALONE = 64  # blocks of a launch that has the GPU to itself
+MOST_ALONE = {"p2p": 64, "multimem": 16}  # blocks of a launch that has the GPU to itself
 ROW_ELEMENTS = 16384  # that a block works on at a time: so many rows
 LIBRARY_CTAS = 16  # SMs that the library's kernel holds
 
@@ -147,12 +147,12 @@ def two_shot_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, cta
     owned = rows / tp
     overlapped = ALONE_US if alone else 0.0
     if ctas is None:
-        ctas = np.clip(ceil_div(ceil_div(tokens, tp), max(1, ROW_ELEMENTS // hidden)), 1, MOST_ALONE)
+        ctas = np.clip(ceil_div(ceil_div(tokens, tp), max(1, ROW_ELEMENTS // hidden)), 1, MOST_ALONE[transport])
     if transport == "multimem":
         start = MULTIMEM_START_US + MULTIMEM_RANK_US * tp - overlapped
         fill = MULTIMEM_FILL_US * tokens / (tokens + MULTIMEM_FILL_ROWS)
         wire_us = rows * (1 + 1 / tp) / (gpu.link_gbs * MULTIMEM_PLATEAU * 1e3)
-        cta_us = owned * (1 / (ctas * MULTIMEM_CTA_GBS) + 1 / MULTIMEM_SERIAL_GBS) / 1e3
+        cta_us = (owned / (ctas * MULTIMEM_CTA_GBS) + rows / MULTIMEM_SWITCH_GBS) / 1e3
         crowd = MULTIMEM_CROWD_US * np.maximum(0, ctas - 16) * tokens / (tokens + MULTIMEM_CROWD_ROWS)
         return start + fill + np.maximum(wire_us, cta_us) + crowd
     start = P2P_START_US + P2P_RANK_US * tp - overlapped

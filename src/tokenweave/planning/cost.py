@@ -47,8 +47,9 @@ class CostModel:
     def __init__(self, config: ModelConfig, costs: Costs) -> None:
         self.config, self.costs = config, costs
         self.gpu, self.tp, self.transport, self.ctas = costs.gpu, costs.tp, costs.transport, costs.ctas
-        self._stages = {"attention": attention_gemms(config, self.tp), "mlp": mlp_gemms(config, self.tp)}
-        self.gemms = (*self._stages["attention"], *self._stages["mlp"])
+        attention, (gate_up, down) = attention_gemms(config, self.tp), mlp_gemms(config, self.tp)
+        self._pieces = {"attention": attention, "gate_up": (gate_up,), "down": (down,)}
+        self.gemms = (*attention, gate_up, down)
         self.tiling = Tiling(self.gemms, self.gpu)
         shard = shard_of(config, 0, self.tp)
         self._query, self._kv = shard.query.size, shard.kv.size
@@ -78,7 +79,7 @@ class CostModel:
     def _tabulate(self) -> None:
         """us by rows: one column for every row up to a row step, then for row steps, then for equal ratios.
 
-        Stages, all but the attention itself: float64 [2, held SMs, rows], [0] alone, [1] beside the held SMs. Collectives:
+        Pieces of stages, all but the attention itself: float64 [2, held SMs, rows], [0] alone, [1] beside the held SMs. Collectives:
         float64 [CTAs, rows].
         """
         costs, step = self.costs, row_step(self.gpu)
@@ -87,10 +88,10 @@ class CostModel:
         beyond = np.round(STEPPED_TOKENS * ratios / step).astype(np.int64) * step
         rows = np.concatenate([np.arange(step), np.arange(step, STEPPED_TOKENS + 1, step), beyond])
         self._rows = rows
-        streamed = {"attention": self._rope_bytes, "mlp": self._activation_bytes}
-        launches = {"attention": ATTENTION_LAUNCHES, "mlp": MLP_LAUNCHES}
+        streamed = {"attention": self._rope_bytes, "gate_up": 0, "down": self._activation_bytes}
+        launches = {"attention": ATTENTION_LAUNCHES, "gate_up": 1, "down": MLP_LAUNCHES - 1}
         self._alone = np.zeros(len(rows))
-        for stage, gemms in self._stages.items():
+        for piece, gemms in self._pieces.items():
             table = np.zeros((2, len(self._held), len(rows)))
             for gemm in gemms:
                 for index, held in enumerate(self._held):
@@ -99,8 +100,9 @@ class CostModel:
                     table[1, index] += beside
                     self._targets[gemm.name, held] = targets
                     self._alone += 0 if held else alone
-            table += costs.stream_us(rows * streamed[stage]) + costs.runtime.gap_us * launches[stage]
-            self._tables[stage] = table
+            if streamed[piece]:
+                table += costs.stream_us(rows * streamed[piece])
+            self._tables[piece] = table + costs.runtime.gap_us * launches[piece]
         self._sends = np.stack([costs.collective_us(rows, self.config.hidden, ctas) for ctas in self.ctas])
         self._sends += costs.runtime.gap_us * END_LAUNCHES["fused"]
 
@@ -135,13 +137,16 @@ class CostModel:
         upper = table[first, column]
         return upper - back * (upper - table[first, np.maximum(column - 1, 0)])
 
-    def stage_us(self, rows: Any, attention: tuple[Any, Any], held: Any = 0) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """Compute us of (attention, mlp) for a split, each (alone, beside a collective).
+    def stage_us(
+        self, rows: Any, attention: tuple[Any, Any], held: Any = 0, late: bool = False
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Compute us of (attention, mlp) for a split, each (alone, beside a collective, what runs before that starts).
 
         Args:
             rows: its rows, int or int64 [...].
             attention: its (pairs, cache reads), as :meth:`Batch.attention`.
             held: SMs that the other split's collective holds: one of :meth:`held`'s, int or int64 [...].
+            late: the collective lets gate_up finish, which then has all SMs, before it starts.
         """
         column, back = self._column(rows)
         back = np.where(rows > STEPPED_TOKENS, back, 0.0)  # as the next row step: tiles are as high
@@ -150,10 +155,13 @@ class CostModel:
             self.costs.attention_us(*attention, self._query, self._kv, rows=rows, held=busy) for busy in (0, held)
         ]
         table = {
-            stage: [self._between(t[i], of_held, column, back) for i in (0, 1)] for stage, t in self._tables.items()
+            piece: [self._between(t[i], of_held, column, back) for i in (0, 1)] for piece, t in self._tables.items()
         }
-        first = (table["attention"][0] + attend[0], table["attention"][1] + attend[1])
-        return first, (table["mlp"][0], table["mlp"][1])
+        first = (table["attention"][0] + attend[0], table["attention"][1] + attend[1], 0.0)
+        if late:
+            return first, (*table["down"], self._between(self._tables["gate_up"][0], 0, column, back))
+        gate_up, down = table["gate_up"], table["down"]
+        return first, (gate_up[0] + down[0], gate_up[1] + down[1], 0.0)
 
     def cut_us(self, tokens: int, cuts: Any) -> Any:
         """What the GEMMs of a layer's halves take longer than the whole's, on all SMs: int or int64 [...] -> float64 [...]."""
@@ -166,7 +174,7 @@ class CostModel:
 
     def _whole_us(self, batch: Batch) -> tuple[float, float, float]:
         """Compute us of an uncut batch: embedding, attention, mlp."""
-        (attention, _), (mlp, _) = self.stage_us(batch.tokens, batch.total_attention)
+        (attention, *_), (mlp, *_) = self.stage_us(batch.tokens, batch.total_attention)
         return float(self._embed_us(batch.tokens)), float(attention), float(mlp)
 
     def _head_us(self, sampled: int) -> float:
@@ -219,10 +227,10 @@ class CostModel:
         """us of one fused collective of ``tokens`` rows; with nothing beside it where no ``ctas`` are given."""
         return self.costs.collective_us(tokens, self.config.hidden, ctas, alone=ctas is None)
 
-    def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None) -> np.ndarray:
+    def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None, late: bool = False) -> np.ndarray:
         """us of a woven step for each (prefix length, CTAs of the collective), int64 [n] both -> float64 [n].
 
-        ``ctas`` is None where the transport has no such choice.
+        ``ctas`` is None where the transport has no such choice. ``late``: as :meth:`stage_us`.
         """
         layers, sampled = self.config.layers, batch.sampled
         lengths = np.stack([cuts, batch.tokens - cuts])
@@ -230,18 +238,20 @@ class CostModel:
         first, every = batch.attention(cuts), batch.total_attention
         pairs, reads = (np.stack([first[i], every[i] - first[i]]) for i in (0, 1))
         held = self.held(None) if ctas is None else ctas
-        attention, mlp = self.stage_us(lengths, (pairs, reads), held)
+        attention, mlp = self.stage_us(lengths, (pairs, reads), held, late)
         which = np.zeros_like(cuts) if ctas is None else np.searchsorted(self._all_ctas, ctas)
         send, embed = self._sends_us(lengths, which), self._embed_us(lengths)
         # The last stage sends the sampled rows alone, the last of each sequence: counted with the suffix.
         nothing, last = self._sends_us(np.array([[0], [sampled]]), which)
 
-        def stage(times: tuple[Any, Any], sends: Any) -> list[Part]:
-            return [Part(*parts) for parts in zip(*times, sends, strict=True)]
+        def stage(times: tuple[Any, ...], sends: Any) -> list[Part]:
+            alone, beside, lead = times
+            leads = lead if np.ndim(lead) else (lead, lead)
+            return [Part(*parts) for parts in zip(alone, beside, sends, leads, strict=True)]
 
         layer = [stage(attention, send), stage(mlp, send)]
         blocks: list[Block] = [
-            ([stage((embed, embed), send)], 1),
+            ([stage((embed, embed, 0.0), send)], 1),
             (layer, layers - 1),
             ([layer[0], stage(mlp, (nothing, last))], 1),
         ]

@@ -24,10 +24,12 @@ from tokenweave.planning.profile import find_profile
 from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
 MODE_VARIABLE = "TOKENWEAVE_MODE"
-GAIN = 0.98  # a woven step must promise to take at most this share of the best other mode's time: the model's own error
+# A woven step must promise to take at most this share of the best other mode's time: the model's own error.
+GAIN, MEASURED_GAIN = 0.96, 0.98
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
 CHEAPER = 1.02  # a step may take so much longer for GEMMs that lose less: what hides collectives is known less well
+LATE = frozenset(("qkv", "activation"))  # where collectives start that let gate_up pass
 CACHED_PLANS = 8192
 SHOWN_CUTS = 5
 
@@ -118,10 +120,11 @@ class Explanation:
 
 @dataclass(frozen=True)
 class _Woven:
-    """The best cut of a batch: what a :class:`Plan` needs, and its predicted time."""
+    """The best cut of a batch: what a :class:`Plan` needs, and its predicted time. ``late``: collectives let gate_up pass."""
 
     cut: int
     ctas: int | None
+    late: bool
     us: float
 
 
@@ -160,7 +163,9 @@ class Planner:
             costs = (find_profile(config, machine) if gpu is None else None) or machine
         self.model = CostModel(config, costs)
         self._default_mode = asked_mode(mode)
-        self._gain = CPU_GAIN if self.model.gpu.arch == "cpu" else GAIN
+        self._gain = MEASURED_GAIN if self.model.costs.measured else GAIN
+        if self.model.gpu.arch == "cpu":
+            self._gain = CPU_GAIN
         self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
 
     def plan(
@@ -270,10 +275,11 @@ class Planner:
             return self._woven_plan(batch.tokens, woven)
         return fused if best is Mode.FUSED else Plan(Mode.SEQUENTIAL)
 
-    def _candidates(self, batch: Batch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray] | None:
-        """(cuts, CTAs, predicted us), int64 [n] and float64 [n]; no CTAs where there is no choice. None for a single row.
+    def _candidates(self, batch: Batch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray] | None:
+        """(cuts, CTAs, late, predicted us), int64, bool and float64 [n]; no CTAs where there is no choice. None for a single
+        row.
 
-        For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
+        Collectives start late wherever that is faster. For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
         has any such cut, else evenly spaced ones. Measured GEMM times make counting waves needless.
         """
         model, tokens = self.model, batch.tokens
@@ -286,8 +292,12 @@ class Planner:
         ctas = np.repeat(np.array([ctas or 0 for ctas in model.ctas]), [len(cuts) for cuts in allowed])
         each = None if model.ctas == (None,) else ctas
         times = model.woven_us(batch, cuts, each)
+        late = np.zeros(len(cuts), dtype=bool)
+        if any(model.held(ctas) for ctas in model.ctas):
+            delayed = model.woven_us(batch, cuts, each, late=True)
+            late, times = delayed < times, np.minimum(delayed, times)
         cheap = self._cheap(tokens, cuts, times)
-        return cuts[cheap], None if each is None else each[cheap], times[cheap]
+        return cuts[cheap], None if each is None else each[cheap], late[cheap], times[cheap]
 
     def _cheap(self, tokens: int, cuts: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Which cuts cost the GEMMs no more than an equal one does; of those, the ones that cost at most half as much (or the
@@ -306,16 +316,17 @@ class Planner:
         """The best cut and CTAs: the shortest makespan (see TIE). None for a single row."""
         if (candidates := self._candidates(batch)) is None:
             return None
-        cuts, ctas, times = candidates
+        cuts, ctas, late, times = candidates
         close = np.nonzero(times <= times.min() * (1 + TIE))[0]
         best = close[abs(2 * cuts[close] - batch.tokens).argmin()]
-        return _Woven(int(cuts[best]), None if ctas is None else int(ctas[best]), float(times[best]))
+        blocks = None if ctas is None else int(ctas[best])
+        return _Woven(int(cuts[best]), blocks, bool(late[best]), float(times[best]))
 
     def _best_cuts(self, batch: Batch) -> tuple[Cut, ...]:
         """The fastest few, each with its best CTAs."""
         if (candidates := self._candidates(batch)) is None:
             return ()
-        cuts, ctas, times = candidates
+        cuts, ctas, _, times = candidates
         found: list[Cut] = []
         for index in times.argsort(kind="stable"):
             cut, blocks = int(cuts[index]), None if ctas is None else int(ctas[index])
@@ -330,13 +341,16 @@ class Planner:
 
     def _woven_plan(self, tokens: int, woven: _Woven) -> Plan:
         model, cut = self.model, woven.cut
+        start_at = LATE if woven.late else frozenset[str]()
         sms = {
             (gemm.name, split): model.gemm_sms(gemm.name, rows, woven.ctas)
             for gemm in model.gemms
+            if not (woven.late and gemm.name == "gate_up")
             for split, rows in (("prefix", cut), ("suffix", tokens - cut))
         }
         told = {key: target for key, target in sms.items() if target is not None}
-        return Plan(Mode.WOVEN, split=cut, ctas=woven.ctas, cluster=model.costs.cluster(woven.ctas), gemm_sms=told)
+        cluster = model.costs.cluster(woven.ctas)
+        return Plan(Mode.WOVEN, split=cut, ctas=woven.ctas, cluster=cluster, gemm_sms=told, start_at=start_at)
 
     def _waves(self, tokens: int, plan: Plan) -> Waves:
         model = self.model
