@@ -303,7 +303,7 @@ def test_ratios_are_paired_only_where_rounds_are() -> None:
     times = {"default": [2.0, 4.0, 8.0, 16.0], "tokenweave": [1.0, 2.0, 4.0, 8.0]}
     result = {
         "environment": described(),
-        "config": {"ranks": 2, "model": "m"},
+        "config": {"ranks": 2, "model": "m", "configurations": {"default": "", "tokenweave": ""}},
         "engines": [],
         "rows": [],
         "outputs": {},

@@ -22,7 +22,7 @@ from typing import Any
 from tokenweave.bench import vllm_configurations as configurations
 from tokenweave.bench.environment import Monitor
 from tokenweave.bench.vllm_process import EngineFailed, EngineProcess
-from tokenweave.bench.vllm_report import finish, percentiles
+from tokenweave.bench.vllm_report import finish, served
 from tokenweave.simulation import Trace
 
 _WARM_PREFILLS = 4  # TokenWeave runs a new size as stock, then launch by launch, and makes a graph at the third
@@ -238,7 +238,7 @@ class VllmBench:
             began = time.monotonic()
             if answer := self._replay(engines, engine, requests):
                 self._result["rows"].append(
-                    {"phase": "trace", "configuration": engine.name, **_served(requests, answer["requests"])}
+                    {"phase": "trace", "configuration": engine.name, **served(requests, answer["requests"])}
                 )
                 self._say(f"{engine.name}: {len(requests)} requests in {time.monotonic() - began:.1f} s")
 
@@ -283,7 +283,8 @@ class VllmBench:
         for size in sizes:
             times = self._samples.get((phase, size), {})
             if times:
-                text = ", ".join(f"{name} {sorted(s)[len(s) // 2] * 1e3:.2f} ms" for name, s in times.items())
+                named = [(name, sorted(times[name])) for name in self._config.configurations if name in times]
+                text = ", ".join(f"{name} {each[len(each) // 2] * 1e3:.2f} ms" for name, each in named)
                 self._say(f"{phase} {size}: {text}")
 
     @contextlib.contextmanager
@@ -321,20 +322,3 @@ class VllmBench:
 def _elapsed(answer: dict[str, Any]) -> float:
     (request,) = answer["requests"]
     return request["last"] - request["sent"]
-
-
-def _served(requests: list[dict[str, Any]], answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """A trace's throughput and waiting times."""
-    seconds = max(answer["last"] for answer in answers)
-    first = [(answer["first"] - answer["sent"]) * 1e3 for answer in answers]
-    later = [(a["last"] - a["first"]) / (a["count"] - 1) * 1e3 for a in answers if a["count"] > 1]
-    made = sum(answer["count"] for answer in answers)
-    return {
-        "requests": len(requests),
-        "seconds": seconds,
-        "requests_per_s": len(requests) / seconds,
-        "output_tokens_per_s": made / seconds,
-        "tokens_per_s": (made + sum(request["prompt"] for request in requests)) / seconds,
-        "ttft_ms": percentiles(first),
-        "tpot_ms": percentiles(later),
-    }

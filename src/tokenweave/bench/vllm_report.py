@@ -27,8 +27,11 @@ def finish(
         samples: (``"prefill"`` or ``"decode"``, size) -> configuration -> seconds.
         paired: whether samples at the same place belong to the same round.
     """
+    names = list(result["config"]["configurations"])
     rows = [
-        _row(phase, size, name, times, paired) for (phase, size), times in sorted(samples.items()) for name in times
+        _row(phase, size, name, times, paired)
+        for (phase, size), times in sorted(samples.items())
+        for name in sorted(times, key=names.index)
     ]
     trace = [dict(row) for row in result["rows"] if row["phase"] == "trace"]
     for row, stock in itertools.product(trace, STOCK):
@@ -89,6 +92,23 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
         return None
     p50, p99 = np.percentile(values, (50, 99))
     return {"mean": float(np.mean(values)), "p50": float(p50), "p99": float(p99)}
+
+
+def served(requests: list[dict[str, Any]], answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """A trace's throughput and waiting times, from what ``vllm_engine.Server.replay`` took and gave."""
+    seconds = max(answer["last"] for answer in answers)
+    first = [(answer["first"] - answer["sent"]) * 1e3 for answer in answers]
+    later = [(a["last"] - a["first"]) / (a["count"] - 1) * 1e3 for a in answers if a["count"] > 1]
+    made = sum(answer["count"] for answer in answers)
+    return {
+        "requests": len(requests),
+        "seconds": seconds,
+        "requests_per_s": len(requests) / seconds,
+        "output_tokens_per_s": made / seconds,
+        "tokens_per_s": (made + sum(request["prompt"] for request in requests)) / seconds,
+        "ttft_ms": percentiles(first),
+        "tpot_ms": percentiles(later),
+    }
 
 
 def compare(outputs: Mapping[str, Mapping[str, list[list[int]]]]) -> list[dict[str, Any]]:
