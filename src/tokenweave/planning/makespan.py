@@ -12,14 +12,16 @@ class Part(NamedTuple):
     """What a stage does for one split. Any unit of time; floats, or float64 [n] for n alternatives at once.
 
     Attributes:
-        work: the compute, while nothing else runs.
-        held: the compute, while the communication stream holds SMs; never less than ``work``.
+        work: the compute (what follows ``lead``), while nothing else runs.
+        held: the same, while the communication stream holds SMs; never less than ``work``.
         send: the collective that follows.
+        lead: what the compute does first, before the other split's last collective starts; 0: that starts at once.
     """
 
     work: Any
     held: Any
     send: Any
+    lead: Any = 0.0
 
 
 Block = tuple[Sequence[Sequence[Part]], int]
@@ -34,7 +36,7 @@ def makespan(blocks: Sequence[Block]) -> Any:
     all times; with two, attention(prefix) runs beside collective(suffix, previous stage), and so on. Compute that runs
     partly beside collectives does so much of itself at the slower pace, and the rest at the faster one: whatever is on
     the communication stream when a compute starts is in flight until that stream is done, since the next collective to
-    be issued is this compute's own.
+    be issued is this compute's own. A compute's ``lead`` runs alone: the collective before it starts only then.
 
     Args:
         blocks: e.g. ``[([embedding], 1), ([attention, mlp], layers)]``; every stage has the same number of splits.
@@ -49,33 +51,43 @@ def makespan(blocks: Sequence[Block]) -> Any:
     compute: Any = 0.0
     comm_end: Any = 0.0
     ready: list[Any] = [0.0] * splits
+    issued: tuple[int, Any] | None = None  # the last collective, whose start the next compute may delay: (split, send)
     for stages, count in blocks:
         # Slowed[i]: the share by which time beside a collective exceeds the same work's without one.
         paces = [[_pace(part, vector) for part in stage] for stage in stages]
         for walk in range(count):
-            before = (compute, *ready)
+            before = (compute, comm_end, *ready)
             for stage, of_stage in zip(stages, paces, strict=True):
-                for index, ((work, held, send), slowed) in enumerate(zip(stage, of_stage, strict=True)):
-                    compute = later(compute, ready[index])
+                for index, ((work, held, send, lead), slowed) in enumerate(zip(stage, of_stage, strict=True)):
+                    if issued is not None and splits == 1:
+                        ready[0] = comm_end = later(comm_end, compute) + issued[1]
+                        issued = None
+                    free = compute
+                    compute = later(compute, ready[index]) + lead
+                    if issued is not None:
+                        # Delayed it finds the stream idle: this compute has waited for the collective before it.
+                        begin = later(
+                            comm_end, np.where(lead > 0, compute, free) if vector else compute if lead else free
+                        )
+                        ready[issued[0]] = comm_end = begin + issued[1]
                     if slowed is not None:
                         beside = later(comm_end - compute, 0.0)
                         beside = np.minimum(beside, held) if vector else min(beside, held)
                         compute = compute + work + beside * slowed
                     else:
                         compute = compute + work
-                    comm_end = later(comm_end, compute) + send
-                    ready[index] = comm_end
-            moved = [now - then for now, then in zip((compute, *ready), before, strict=True)]
-            if walk + 1 < count and _equal(moved, comm_end, vector):
+                    issued = index, send
+            moved = [now - then for now, then in zip((compute, comm_end, *ready), before, strict=True)]
+            if 0 < walk < count - 1 and _equal(moved, comm_end, vector):
                 jump = moved[0] * (count - walk - 1)
                 compute, comm_end, ready = compute + jump, comm_end + jump, [r + jump for r in ready]
                 break
-    return comm_end
+    return comm_end if issued is None else later(comm_end, compute) + issued[1]
 
 
 def _pace(part: Part, vector: bool) -> Any:
     """Extra time per time beside a collective: 1 - work / held. None where there is none."""
-    work, held, _ = part
+    work, held = part[:2]
     if held is work:
         return None
     if not vector:
