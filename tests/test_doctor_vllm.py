@@ -116,6 +116,13 @@ def test_models_whose_exceptions_do_not_apply(tmp_path: Path) -> None:
         assert report.model.value == "taken", report.model.why
 
 
+def test_measuring_at_the_start_is_said_where_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, measures in (("0.26.0", True), ("0.30.0", False)):
+        monkeypatch.setattr(doctor_vllm, "installed_vllm", lambda version=version: Vllm(version, cpu=False))
+        report = examine_vllm("Llama-3.1-8B", tp=2, gpu="h200", environment={})
+        assert any("as the engine starts" in note for note in report.notes) == measures
+
+
 def test_quantised_weights_are_said(tmp_path: Path) -> None:
     report = examine_vllm(
         folder(tmp_path, quantization_config={"quant_method": "fp8"}), tp=2, gpu="h200", environment={}

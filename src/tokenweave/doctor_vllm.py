@@ -36,6 +36,7 @@ STEPS = (16, 128, 512, 1024, 2048, 4096, 8192, 16384)
 _GRAPH_LIMIT = 512  # tokens: vLLM's default for its own graphs
 _V2_EVERYWHERE = (0, 29)  # from this version on vLLM's V2 runner takes mixtures of experts too
 _MIXTRAL = "MixtralForCausalLM"
+_MEASURES_AT_START = "v0_26"  # versions of this compatibility module; in later ones the planner decides
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def examine_vllm(
         gpu=name,
         tp=tp,
         steps=() if numbers is None else _steps(numbers, name, tp, bool(raw.get("quantization_config"))),
-        notes=_notes(raw, vllm, numbers is not None, environment),
+        notes=_notes(raw, vllm, numbers is not None, version, environment),
     )
 
 
@@ -258,14 +259,17 @@ def _steps(numbers: ModelConfig, gpu: str, tp: int, quantised: bool) -> tuple[St
     return tuple(found)
 
 
-def _notes(raw: Mapping[str, Any], vllm: Vllm | None, planned: bool, environment: Mapping[str, str]) -> tuple[str, ...]:
+def _notes(
+    raw: Mapping[str, Any], vllm: Vllm | None, planned: bool, version: str, environment: Mapping[str, str]
+) -> tuple[str, ...]:
     notes = []
     if planned:
-        notes += [
-            "the steps are the planner's estimate: as the engine starts, it measures stock, fused and woven, and uses what "
-            "was faster than stock",
-            "this is for vLLM's default options; docs/vllm.md lists those that keep TokenWeave off",
-        ]
+        if switch.verdict("force", version, "cuda").module == _MEASURES_AT_START and not (vllm and vllm.cpu):
+            notes.append(
+                "the steps are the planner's estimate: as the engine starts, it measures stock, fused and woven, and uses "
+                "what was faster than stock"
+            )
+        notes.append("this is for vLLM's default options; docs/vllm.md lists those that keep TokenWeave off")
     if vllm is None:
         notes.append(f"no vLLM is installed here: {MEASURED} is assumed, and only its main architectures are known")
     if quantisation := raw.get("quantization_config"):
