@@ -28,7 +28,7 @@ HELD_ROWS = ((2048, 128), (4096, 256), (8192, 512), (16384, 2048))
 FINE_HELD_ROWS = ((2048, 64), (4096, 128), (8192, 256))
 FEW_ROWS = (1, 16, 32)
 TARGET_ROWS = (512, 768, 1280, 1920, 3072, 4608)  # where SM targets are compared: some are a wave or two of most GEMMs
-LOWER_TARGETS = (0, 4, 8, 16)  # SMs below those that the collective leaves: its blocks can break up the GEMM's clusters
+LOWER_TARGETS = (0, 4)  # SMs below those that the collective leaves; its blocks can break up the GEMM's clusters
 
 
 @dataclass(frozen=True)
