@@ -59,7 +59,7 @@ def header(about: dict[str, Any]) -> str:
             f"{about['max_batch_tokens']:,} tokens, {about['max_requests_running']:,} requests running, cache of "
             f"{about['kv_tokens']:,} tokens",
             "",
-            "replicas    rate  mode        requests/s  output tok/s   TTFT ms p50      p90      p99  TPOT ms p50    p90    p99"
+            "replicas    rate  mode        requests/s  output tok/s   TTFT ms p50       p90       p99  TPOT ms p50    p90    p99"
             "  busy" + ("  in time" if _has_targets(about) else ""),
         ]
     )
@@ -81,7 +81,7 @@ def line(run: Run) -> str:
     good = "" if m.within_targets is None else f"{m.within_targets:9.1%}"
     return (
         f"{run.replicas:8d}{rate:>8}  {run.mode:<10}{m.requests_per_s:12.2f}{m.output_tokens_per_s:14,.0f}"
-        f"{m.ttft_ms.p50:14,.0f}{m.ttft_ms.p90:9,.0f}{m.ttft_ms.p99:9,.0f}{each}{m.busy:6.0%}{good}"
+        f"{m.ttft_ms.p50:14.0f}{m.ttft_ms.p90:10.0f}{m.ttft_ms.p99:10.0f}{each}{m.busy:6.0%}{good}"
     )
 
 
