@@ -7,7 +7,6 @@ without talking to each other.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,15 +14,16 @@ import numpy as np
 
 from tokenweave.errors import RequestError
 from tokenweave.models.config import ModelConfig
+from tokenweave.planning.asked import asked_mode
 from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.cost import MOST_TOKENS, CostModel
+from tokenweave.planning.explanation import Cut, Explanation, Waves
 from tokenweave.planning.hardware import Gpu
 from tokenweave.planning.machine import Costs, Machine, machine_of
 from tokenweave.planning.plan import Mode, Plan, StepTimes
 from tokenweave.planning.profile import find_profile
 from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
-MODE_VARIABLE = "TOKENWEAVE_MODE"
 # A woven step must promise to take at most this share of the best other mode's time: the model's own error.
 GAIN, MEASURED_GAIN = 0.96, 0.98
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
@@ -32,90 +32,6 @@ CHEAPER = 1.02  # a step may take so much longer for GEMMs that lose less: what 
 LATE = frozenset(("qkv", "activation"))  # where collectives start that let gate_up pass
 CACHED_PLANS = 8192
 SHOWN_CUTS = 5
-
-
-@dataclass(frozen=True)
-class Waves:
-    """Waves of the four GEMMs of a layer, all counted in the uncut batch's tile shapes, on the same SMs.
-
-    Attributes:
-        whole: of the uncut batch; on the SMs that the collective leaves if the plan is woven, else on all.
-        prefix, suffix: of the halves; None without a cut.
-        by_gemm: GEMM name -> (whole, prefix, suffix), or (whole,) without a cut.
-    """
-
-    whole: int
-    prefix: int | None
-    suffix: int | None
-    by_gemm: dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A cut that was considered.
-
-    Attributes:
-        split: rows in the prefix. ctas: thread blocks of the collective.
-        waves: of (prefix, suffix), counted as :class:`Waves`.
-        ms: of the step, predicted.
-    """
-
-    split: int
-    ctas: int | None
-    waves: tuple[int, int]
-    ms: float
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a plan was chosen.
-
-    Attributes:
-        tokens: rows of the step.
-        plan: the choice.
-        woven: the best woven plan, chosen or not; None where a cut is impossible or vetoed.
-        waves: of the choice.
-        predicted_ms: mode (and ``"no_comm"``, the bound without collectives) -> ms of the whole step.
-        reason: one sentence.
-        cuts: the best few that were considered, each with its best number of CTAs, the fastest first.
-        source: where the figures come from.
-    """
-
-    tokens: int
-    plan: Plan
-    woven: Plan | None
-    waves: Waves
-    predicted_ms: dict[str, float]
-    reason: str
-    cuts: tuple[Cut, ...]
-    source: str
-
-    def as_json(self, full: bool = False) -> dict[str, object]:
-        """Plain values: tokens, mode, split, ctas, gemm_sms ("gate_up/prefix" -> SMs), waves, predicted_ms.
-
-        Args:
-            full: also cluster, waves of each GEMM, reason, source, and cuts.
-        """
-        more = {
-            "cluster": self.plan.cluster,
-            "waves_by_gemm": {gemm: list(counts) for gemm, counts in self.waves.by_gemm.items()},
-            "reason": self.reason,
-            "source": self.source,
-            "cuts": [
-                {"split": cut.split, "ctas": cut.ctas, "waves": list(cut.waves), "ms": round(cut.ms, 4)}
-                for cut in self.cuts
-            ],
-        }
-        return {
-            "tokens": self.tokens,
-            "mode": str(self.plan.mode),
-            "split": self.plan.split,
-            "ctas": self.plan.ctas,
-            "gemm_sms": {f"{gemm}/{split}": sms for (gemm, split), sms in self.plan.gemm_sms.items()},
-            "waves": {"whole": self.waves.whole, "prefix": self.waves.prefix, "suffix": self.waves.suffix},
-            "predicted_ms": {mode: round(ms, 4) for mode, ms in self.predicted_ms.items()},
-            **(more if full else {}),
-        }
 
 
 @dataclass(frozen=True)
@@ -296,8 +212,7 @@ class Planner:
         if any(model.held(ctas) for ctas in model.ctas):
             delayed = model.woven_us(batch, cuts, each, late=True)
             late, times = delayed < times, np.minimum(delayed, times)
-        cheap = self._cheap(tokens, cuts, times)
-        return cuts[cheap], None if each is None else each[cheap], late[cheap], times[cheap]
+        return cuts, each, late, times
 
     def _cheap(self, tokens: int, cuts: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Which cuts cost the GEMMs no more than an equal one does; of those, the ones that cost at most half as much (or the
@@ -317,27 +232,30 @@ class Planner:
         if (candidates := self._candidates(batch)) is None:
             return None
         cuts, ctas, late, times = candidates
+        times = np.where(self._cheap(batch.tokens, cuts, times), times, np.inf)
         close = np.nonzero(times <= times.min() * (1 + TIE))[0]
         best = close[abs(2 * cuts[close] - batch.tokens).argmin()]
         blocks = None if ctas is None else int(ctas[best])
         return _Woven(int(cuts[best]), blocks, bool(late[best]), float(times[best]))
 
     def _best_cuts(self, batch: Batch) -> tuple[Cut, ...]:
-        """The fastest few, each with its best CTAs."""
+        """The fastest few, each with its best CTAs; those that rule 3 of docs/planning.md drops come last."""
         if (candidates := self._candidates(batch)) is None:
             return ()
         cuts, ctas, _, times = candidates
-        found: list[Cut] = []
-        for index in times.argsort(kind="stable"):
+        dropped, costs = ~self._cheap(batch.tokens, cuts, times), self.model.cut_us(batch.tokens, cuts)
+        found: dict[int, Cut] = {}
+        for index in np.lexsort((times, dropped)):
             cut, blocks = int(cuts[index]), None if ctas is None else int(ctas[index])
-            if all(cut != other.split for other in found):
+            if cut not in found:
                 waves = self._waves(batch.tokens, Plan(Mode.WOVEN, split=cut, ctas=blocks))
                 assert waves.prefix is not None
                 assert waves.suffix is not None
-                found.append(Cut(cut, blocks, (waves.prefix, waves.suffix), float(times[index]) / 1e3))
+                cost, ms = float(costs[index]), float(times[index]) / 1e3
+                found[cut] = Cut(cut, blocks, (waves.prefix, waves.suffix), cost, ms)
             if len(found) == SHOWN_CUTS:
                 break
-        return tuple(found)
+        return tuple(found.values())
 
     def _woven_plan(self, tokens: int, woven: _Woven) -> Plan:
         model, cut = self.model, woven.cut
@@ -362,7 +280,10 @@ class Planner:
             for gemm, tile in zip(model.gemms, tiles, strict=True)
         ]
         whole, prefix, suffix = ([sum(column) for column in zip(*counts, strict=True)] + [None, None])[:3]
-        return Waves(whole, prefix, suffix, {g.name: tuple(row) for g, row in zip(model.gemms, counts, strict=True)})
+        shapes = [(tile.rows, tile.columns) for tile in (model.tiling.tiles[index] for index in tiles)]
+        names = [gemm.name for gemm in model.gemms]
+        by_gemm = dict(zip(names, map(tuple, counts), strict=True))
+        return Waves(whole, prefix, suffix, by_gemm, dict(zip(names, shapes, strict=True)))
 
     def _reason(
         self, plan: Plan, asked: Mode | None, woven: _Woven | None, times: dict[str, float], allow_woven: bool
@@ -383,28 +304,6 @@ class Planner:
         return (
             f"the best cut would change {plan.mode}'s time by {-gain:+.1%}; it must save {1 - self._gain:.0%} or more"
         )
-
-
-def asked_mode(mode: Mode | str | None = None) -> Mode | None:
-    """The mode that counts: the argument, ``"auto"`` too; for None what TOKENWEAVE_MODE says; auto where that is not set.
-
-    Every entry point (:class:`Planner`, :func:`plan`, ``LLM``, ``--mode``) goes by this and has None as its default.
-
-    Returns:
-        None for auto: the planner chooses.
-
-    Raises:
-        RequestError: no mode is called so.
-    """
-    source, name = "mode", mode
-    if mode is None:
-        source, name = MODE_VARIABLE, os.environ.get(MODE_VARIABLE) or "auto"
-    if str(name).casefold() == "auto":
-        return None
-    try:
-        return Mode(str(name).casefold())
-    except ValueError:
-        raise RequestError(f"{source}={str(name)!r}; expected one of auto, {', '.join(map(str, Mode))}") from None
 
 
 @functools.lru_cache(maxsize=16)
