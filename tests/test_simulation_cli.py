@@ -42,7 +42,7 @@ def test_json_has_what_is_documented(tmp_path: Path) -> None:
     for sequential, auto in zip(runs[::2], runs[1::2], strict=True):
         assert auto["ttft_ms"]["p50"] < sequential["ttft_ms"]["p50"]
         assert auto["tpot_ms"]["p50"] < sequential["tpot_ms"]["p50"]
-        assert auto["within_targets"] >= sequential["within_targets"]
+        assert auto["within_targets"] >= sequential["within_targets"] - 0.03  # other steps: single requests may lose
 
 
 def test_text_says_what_auto_gains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
