@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,12 +45,16 @@ class Graph:
         self.walked: list[Cut] = []
         self.replays = 0
 
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
-        Graph.capturing = self
-
-    def capture_end(self) -> None:
-        Graph.capturing = None
+    @staticmethod
+    @contextlib.contextmanager
+    def capture(stream: Stream, pool: Any) -> Iterator[Graph]:
+        """In the place of :func:`tokenweave.cuda_graph.capturing`."""
+        assert pool == (0, 0)
+        Graph.capturing = Graph()
+        try:
+            yield Graph.capturing
+        finally:
+            Graph.capturing = None
 
     def replay(self) -> None:
         assert len(self.walked) == 1
@@ -59,7 +64,7 @@ class Graph:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(module, "capturing", Graph.capture)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tokenweave.cuda_graph import capturing
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.measured import SIZES, milliseconds
 from tokenweave.integrations.vllm.step import Cut
@@ -208,22 +209,14 @@ class Graphs:
 
     def _capture(self, found: _Graph) -> None:
         torch.cuda.synchronize(self._runtime.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), _no_collection():
-            # thread_local: other threads of the worker copy results and ask for events meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                self._walk(found)
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # it is broken already; the first error says why
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        with _no_collection(), capturing(self._stream, self._pool) as graph:
+            self._walk(found)
         found.graph = graph
 
 
 def _key(capacity: int, room: int, plan: Plan) -> Key:
-    return capacity, room, plan.mode, plan.split, plan.ctas, plan.cluster, tuple(sorted(plan.gemm_sms.items()))
+    gemms = tuple(sorted(plan.gemm_sms.items()))
+    return capacity, room, plan.mode, plan.split, plan.ctas, plan.cluster, gemms, plan.start_at
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import Workspace
-from tokenweave.engine.collectives import check, collective_of
+from tokenweave.engine.collectives import check, collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.graphs import TILE, Graphs
@@ -24,7 +24,7 @@ from tokenweave.integrations.vllm.requests import Requests, Rows
 from tokenweave.integrations.vllm.step import Cut, Planned, Step
 from tokenweave.integrations.vllm.walk import Inputs, attentions, stages_of
 from tokenweave.models.config import ModelConfig
-from tokenweave.overlap import CpuThread, CudaStream, Inline, Overlap
+from tokenweave.overlap import CpuThread, CudaStream, Overlap
 from tokenweave.planning import Mode, Plan, Planner, asked_mode
 from tokenweave.stages import Split, Stage
 from tokenweave.weave import run_stages
@@ -94,7 +94,6 @@ class Runtime:
         self.choice = Choice(planner, mode, plain=plain)
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
-        self._inline = Inline()
         self._made_graphs = False
 
     @functools.cached_property
@@ -269,11 +268,11 @@ class Runtime:
         """
         rows = cut.tables.token_ids.shape[0]
         edges = [0, rows] if cut.plan.split is None else [0, cut.plan.split, rows]
+        overlap = overlap_of(cut.plan, self._overlap)
         splits = [
-            self._split(cut, start, stop, name, row_count if stop == rows else None)
+            self._split(cut, start, stop, name, row_count if stop == rows else None, overlap.reached)
             for start, stop, name in zip(edges, edges[1:], ("prefix", "suffix"), strict=False)
         ]
-        overlap = self._overlap if len(splits) > 1 else self._inline
         collective = collective_of(cut.plan, rows, self.workspace)
         run_stages(self.stages, splits, collective, self.workspace, overlap)
 
@@ -282,7 +281,15 @@ class Runtime:
         self._overlap.close()
         self.workspace.close()
 
-    def _split(self, cut: Cut, start: int, stop: int, name: str, row_count: torch.Tensor | None) -> Split:
+    def _split(
+        self,
+        cut: Cut,
+        start: int,
+        stop: int,
+        name: str,
+        row_count: torch.Tensor | None,
+        reached: Callable[[str], None],
+    ) -> Split:
         tables, tokens, whole = cut.tables, stop - start, cut.tables.token_ids.shape[0]
         starts, lengths = split_tables(tables.query_start_loc, tables.seq_lens, start, None if stop == whole else stop)
         metadata = self.compat.cut_metadata(
@@ -303,7 +310,7 @@ class Runtime:
                 last = torch.arange(max(0, tokens - TILE), tokens, device=self.device, dtype=torch.int32)
                 padding = (last >= real).unsqueeze(1)
         gemm_sms = {gemm: sms for (gemm, split), sms in cut.plan.gemm_sms.items() if split == name}
-        inputs = Inputs(tables.token_ids[start:stop], tables.positions[start:stop], context, gemm_sms, padding)
+        inputs = Inputs(tables.token_ids[start:stop], tables.positions[start:stop], context, gemm_sms, padding, reached)
         return Split(start, tokens, inputs, self.residual[start:stop], row_count=real)
 
     def _may_capture(self) -> bool:

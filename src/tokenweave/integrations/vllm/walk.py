@@ -15,6 +15,10 @@ from tokenweave.models.sm_budget import sm_budget
 from tokenweave.stages import Epilogue, Stage
 
 
+def _nobody_asks(point: str) -> None:
+    pass
+
+
 class Compat(Protocol):
     """What differs between versions of vLLM; the modules of :mod:`tokenweave.integrations.vllm.compat` have these."""
 
@@ -32,6 +36,7 @@ class Inputs:
         token_ids, positions: [tokens].
         context: vLLM's forward context of these rows (their attention metadata and cache slots); entered and left again.
         gemm_sms: GEMM name -> SMs that it plans for.
+        reached: told of each of :data:`tokenweave.planning.plan.POINTS` when the compute comes to it.
         padding: bool [n, 1], which of the last n rows are padding, where that must hold finite numbers because rows meet
             (routing, per-tensor scales); None where it does not matter.
     """
@@ -41,6 +46,7 @@ class Inputs:
     context: AbstractContextManager[None]
     gemm_sms: Mapping[str, int] = field(default_factory=dict)
     padding: torch.Tensor | None = None
+    reached: Callable[[str], None] = _nobody_asks
 
 
 def stages_of(model: Any, compat: Compat) -> list[Stage]:
@@ -79,26 +85,35 @@ def _epilogue(norm: Any, bias: torch.Tensor | None = None, *, has_residual: bool
 
 
 def _attention(attention: Any, compat: Compat, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
+    inputs.reached("qkv")
     with sm_budget(inputs.gemm_sms.get("qkv")):
         qkv, _ = attention.qkv_proj(x)
     q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
     q, k = compat.normalise_queries_keys(attention, q, k)
     q, k = compat.rotate(attention.rotary_emb, inputs.positions, q, k)
+    inputs.reached("attention")
     with inputs.context:
         heads = attention.attn(q, k, v)
     if inputs.padding is not None:  # attention leaves these rows as the allocator had them
         heads[-inputs.padding.shape[0] :].masked_fill_(inputs.padding, 0)
+    inputs.reached("o")
     partial_linear(attention.o_proj, heads, out, inputs.gemm_sms.get("o"))
 
 
 def _mlp(mlp: Any, compat: Compat, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
+    inputs.reached("gate_up")
     with sm_budget(inputs.gemm_sms.get("gate_up")):
         gate_up, _ = mlp.gate_up_proj(x)
-    partial_linear(mlp.down_proj, compat.activate(mlp, gate_up), out, inputs.gemm_sms.get("down"))
+    inputs.reached("activation")
+    activations = compat.activate(mlp, gate_up)
+    inputs.reached("down")
+    partial_linear(mlp.down_proj, activations, out, inputs.gemm_sms.get("down"))
 
 
 def _experts(block: Any, compat: Compat, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
     """``out`` may be ``x``: the experts' sum is made elsewhere, or in place, and copied when nobody reads rows any more."""
+    for point in ("gate_up", "activation", "down"):  # one call of vLLM's: whatever waits starts beside all of it
+        inputs.reached(point)
     with inputs.context:
         rows = compat.partial_experts(block, x)
     if rows.data_ptr() != out.data_ptr():
