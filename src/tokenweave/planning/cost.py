@@ -138,7 +138,7 @@ class CostModel:
         return upper - back * (upper - table[first, np.maximum(column - 1, 0)])
 
     def stage_us(
-        self, rows: Any, attention: tuple[Any, Any], held: Any = 0, late: bool = False
+        self, rows: Any, attention: tuple[Any, Any], held: Any = 0, late: Any = False
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Compute us of (attention, mlp) for a split, each (alone, beside a collective, what runs before that starts).
 
@@ -146,7 +146,7 @@ class CostModel:
             rows: its rows, int or int64 [...].
             attention: its (pairs, cache reads), as :meth:`Batch.attention`.
             held: SMs that the other split's collective holds: one of :meth:`held`'s, int or int64 [...].
-            late: the collective lets gate_up finish, which then has all SMs, before it starts.
+            late: the collective lets gate_up finish, which then has all SMs, before it starts: bool or bool [...].
         """
         column, back = self._column(rows)
         back = np.where(rows > STEPPED_TOKENS, back, 0.0)  # as the next row step: tiles are as high
@@ -158,10 +158,12 @@ class CostModel:
             piece: [self._between(t[i], of_held, column, back) for i in (0, 1)] for piece, t in self._tables.items()
         }
         first = (table["attention"][0] + attend[0], table["attention"][1] + attend[1], 0.0)
-        if late:
-            return first, (*table["down"], self._between(self._tables["gate_up"][0], 0, column, back))
         gate_up, down = table["gate_up"], table["down"]
-        return first, (gate_up[0] + down[0], gate_up[1] + down[1], 0.0)
+        at_once = (gate_up[0] + down[0], gate_up[1] + down[1], 0.0)
+        if not np.any(late):
+            return first, at_once
+        delayed = (*down, self._between(self._tables["gate_up"][0], 0, column, back))
+        return first, tuple(np.where(late, one, other) for one, other in zip(delayed, at_once, strict=True))
 
     def cut_us(self, tokens: int, cuts: Any) -> Any:
         """What the GEMMs of a layer's halves take longer than the whole's, on all SMs: int or int64 [...] -> float64 [...]."""
@@ -227,8 +229,8 @@ class CostModel:
         """us of one fused collective of ``tokens`` rows; with nothing beside it where no ``ctas`` are given."""
         return self.costs.collective_us(tokens, self.config.hidden, ctas, alone=ctas is None)
 
-    def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None, late: bool = False) -> np.ndarray:
-        """us of a woven step for each (prefix length, CTAs of the collective), int64 [n] both -> float64 [n].
+    def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None, late: Any = False) -> np.ndarray:
+        """us of a woven step for each (prefix length, CTAs of the collective, late start), int64, int64, bool [n] -> float64 [n].
 
         ``ctas`` is None where the transport has no such choice. ``late``: as :meth:`stage_us`.
         """

@@ -195,8 +195,9 @@ class Planner:
         """(cuts, CTAs, late, predicted us), int64, bool and float64 [n]; no CTAs where there is no choice. None for a single
         row.
 
-        Collectives start late wherever that is faster. For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
-        has any such cut, else evenly spaced ones. Measured GEMM times make counting waves needless.
+        For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
+        has any such cut, else evenly spaced ones. Measured GEMM times make counting waves needless. Collectives start late
+        wherever that is faster.
         """
         model, tokens = self.model, batch.tokens
         if not len(others := even_cuts(tokens, model.gpu)):
@@ -207,12 +208,12 @@ class Planner:
         cuts = np.concatenate(allowed)
         ctas = np.repeat(np.array([ctas or 0 for ctas in model.ctas]), [len(cuts) for cuts in allowed])
         each = None if model.ctas == (None,) else ctas
-        times = model.woven_us(batch, cuts, each)
-        late = np.zeros(len(cuts), dtype=bool)
-        if any(model.held(ctas) for ctas in model.ctas):
-            delayed = model.woven_us(batch, cuts, each, late=True)
-            late, times = delayed < times, np.minimum(delayed, times)
-        return cuts, each, late, times
+        if not any(model.held(ctas) for ctas in model.ctas):
+            return cuts, each, np.zeros(len(cuts), dtype=bool), model.woven_us(batch, cuts, each)
+        late = np.repeat([False, True], len(cuts))
+        times = model.woven_us(batch, np.tile(cuts, 2), None if each is None else np.tile(each, 2), late)
+        at_once, delayed = times.reshape(2, -1)
+        return cuts, each, delayed < at_once, np.minimum(at_once, delayed)
 
     def _cheap(self, tokens: int, cuts: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Which cuts cost the GEMMs no more than an equal one does; of those, the ones that cost at most half as much (or the
