@@ -89,7 +89,12 @@ def test_requests_that_do_not_fit_are_refused_or_left_out(tmp_path: Path, capsys
 def test_pictures(tmp_path: Path, extra: list[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "deep" / "picture.svg"
-    assert main([*BASE, "--trace", "sharegpt", "--requests", "50", "--plot", str(path), *extra]) == 0
+    assert (
+        main(
+            [*BASE, "--trace", "sharegpt", "--requests", "50", "--max-batch-tokens", "256", "--plot", str(path), *extra]
+        )
+        == 0
+    )
     assert path.read_text("utf-8").lstrip().startswith("<?xml")
 
 
