@@ -30,7 +30,7 @@ def test_explain_shows_waves_tiles_and_the_best_few_cuts(capsys: pytest.CaptureF
     assert main([*arguments, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["source"] == "the h200's data sheet"
-    assert shown["cluster"] == 4
+    assert shown["cluster"] == 2
     assert set(shown["waves_by_gemm"]) == set(shown["tiles"]) == {"qkv", "o", "gate_up", "down"}
     assert sum(counts[0] for counts in shown["waves_by_gemm"].values()) == shown["waves"]["whole"]
     cuts = shown["cuts"]

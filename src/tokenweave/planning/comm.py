@@ -36,8 +36,8 @@ MULTIMEM_SWITCH_GBS = 580.0  # bytes of the batch, whatever the CTAs
 MULTIMEM_CROWD_US, MULTIMEM_CROWD_ROWS = 0.663, 2960.0  # a CTA beyond 16, in batches that are long beside so many rows
 LIBRARY_PLATEAU = 0.72  # NCCL's ring, 316-340 of 450 GB/s
 LIBRARY_LOW_LATENCY_RATE = 0.31  # of the link, in the protocol for small messages
-# Beside other work. 8 come near the plateau; 16 were measured beside GEMMs on H200 and left no room for all clusters of a
-# GEMM that is told of the other 116 SMs: a third slower.
+# Beside other work. 8 come near the plateau; 12 and 16 leave no room for all clusters of a GEMM, whatever it is told of
+# (measured on H200: 1.4 to 2.2 times its time alone).
 CTA_CHOICES = (2, 4, 8)
 MOST_ALONE = {"p2p": 64, "multimem": 16}  # blocks of a launch that has the GPU to itself
 ROW_ELEMENTS = 16384  # that a block works on at a time: so many rows
@@ -166,11 +166,10 @@ def two_shot_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, cta
 def cluster(ctas: int | None, gpu: Gpu) -> int | None:
     """Thread blocks per cluster of a collective's launch beside GEMMs; None for none.
 
-    The GEMM library's blocks come in clusters of ``gpu.gemm_cluster``: a lone block of the collective can take one SM of such
-    a group and leave the others idle, so that the GEMM's last clusters find no place. Measured on H200: GEMMs that are told
-    of the SMs that are left take 2 % longer beside 4 blocks in a cluster of 4, and 22 % beside 4 lone ones; beside 8 lone
-    ones 4 %.
+    The GEMM library's blocks come in clusters of ``gpu.gemm_cluster``. A lone block of the collective can take one SM of such
+    a group and leave the others idle, so that the GEMM's last clusters find no place: with 4 blocks GEMMs of 2048 rows take
+    1.85 times as long as alone, in pairs 1.05 (2 H200, told of the other SMs). Larger clusters leave no room for the larger
+    ones that some GEMMs have.
     """
-    if ctas is None or gpu.gemm_cluster == 1 or ctas >= 8:
-        return None
-    return next((size for size in (4, 2) if size >= gpu.gemm_cluster and ctas % size == 0), None)
+    size = gpu.gemm_cluster
+    return size if ctas is not None and size > 1 and ctas % size == 0 else None
