@@ -97,7 +97,9 @@ def _randomise(worker: Any) -> None:
 def _state(worker: Any) -> dict[str, Any]:
     import torch
 
-    runtime = worker.model_runner.model.tokenweave
+    runtime = getattr(worker.model_runner.model, "tokenweave", None)
+    if runtime is None:
+        return {"off": "refused when the model was built; the log says why"}
     return {
         "steps": runtime.steps.line(),
         "off": str(runtime.off),
@@ -257,7 +259,10 @@ def main() -> None:
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
     check = Check(options)
-    print("START", json.dumps(check.result), json.dumps(check.state()), flush=True)
+    state = check.state()
+    print("START", json.dumps(check.result), json.dumps(state), flush=True)
+    if state["off"] != "None":
+        raise SystemExit(f"vllm_check: the plugin is off: {state['off']}")
     try:
         if options.layouts:
             check.layouts(options.layouts, 8)
