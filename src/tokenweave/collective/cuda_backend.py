@@ -47,13 +47,13 @@ class _Inboxes(Structure):
 
 
 def default_ctas(tokens: int, workspace: Workspace) -> int:
-    """Blocks of a two-shot call that has the GPU to itself: a row per group, at most 64 blocks, or 16 for multimem, whose
+    """Blocks of a two-shot call that has the GPU to itself: a row per group, at most 64 blocks, or 32 for multimem, whose
     published times on 8 H100 grow again from there on (benchmarks/published).
 
     A pure function of what all ranks know.
     """
     _, groups = groups_of(workspace.hidden, _name(workspace.dtype))
-    most = 16 if workspace.transport == "multimem" else 64
+    most = 32 if workspace.transport == "multimem" else 64
     return max(1, min(most, -(-rows_per_rank(tokens, workspace.world_size) // groups)))
 
 
