@@ -32,14 +32,15 @@ MULTIMEM_FILL_US, MULTIMEM_FILL_ROWS = 7.0, 360.0
 MULTIMEM_PLATEAU = 0.696  # 313 of 450 GB/s
 MULTIMEM_REDUCE_PLATEAU = 0.80  # a plain multimem all-reduce, with no norm to wait for
 MULTIMEM_CTA_GBS = 6.43  # owned bytes per CTA: each load waits for the switch
-MULTIMEM_SWITCH_GBS = 580.0  # bytes of the batch, whatever the CTAs
+MULTIMEM_SWITCH_SHARE = 1.29  # 580 GB/s of the batch's bytes, whatever the CTAs
 MULTIMEM_CROWD_US, MULTIMEM_CROWD_ROWS = 0.663, 2960.0  # a CTA beyond 16, in batches that are long beside so many rows
 LIBRARY_PLATEAU = 0.72  # NCCL's ring, 316-340 of 450 GB/s
 LIBRARY_LOW_LATENCY_RATE = 0.31  # of the link, in the protocol for small messages
-# Beside other work. 8 come near the plateau; 12 and 16 leave no room for all clusters of a GEMM, whatever it is told of
-# (measured on H200: 1.4 to 2.2 times its time alone).
-CTA_CHOICES = (2, 4, 8)
-MOST_ALONE = {"p2p": 64, "multimem": 16}  # blocks of a launch that has the GPU to itself
+CTA_CHOICES = (2, 4, 8, 16)  # beside other work; p2p gains nothing from more
+# Of these on Hopper: 12 and 16 leave no room for all clusters of a GEMM, whatever it is told of (measured on H200: 1.4 to 2.2
+# times its time alone).
+MOST_BESIDE = {"sm_90": 8}
+MOST_ALONE = {"p2p": 64, "multimem": 32}  # blocks of a launch that has the GPU to itself
 ROW_ELEMENTS = 16384  # that a block works on at a time: so many rows
 LIBRARY_CTAS = 16  # SMs that the library's kernel holds
 
@@ -65,7 +66,8 @@ def cta_choices(transport: str, gpu: Gpu, tp: int) -> tuple[int | None, ...]:
     """Thread blocks to consider for the fused collective; (None,) where the transport has no such choice."""
     if transport == "torch" or tp == 1:
         return (None,)
-    return tuple(ctas for ctas in CTA_CHOICES if ctas * 4 <= gpu.sms) or (1,)
+    most = min(gpu.sms // 4, MOST_BESIDE.get(gpu.arch, max(CTA_CHOICES)))
+    return tuple(ctas for ctas in CTA_CHOICES if ctas <= most) or (1,)
 
 
 def held_sms(ctas: int | None, gpu: Gpu, tp: int) -> int:
@@ -152,7 +154,7 @@ def two_shot_us(tokens: Any, hidden: int, tp: int, gpu: Gpu, transport: str, cta
         start = MULTIMEM_START_US + MULTIMEM_RANK_US * tp - overlapped
         fill = MULTIMEM_FILL_US * tokens / (tokens + MULTIMEM_FILL_ROWS)
         wire_us = rows * (1 + 1 / tp) / (gpu.link_gbs * MULTIMEM_PLATEAU * 1e3)
-        cta_us = (owned / (ctas * MULTIMEM_CTA_GBS) + rows / MULTIMEM_SWITCH_GBS) / 1e3
+        cta_us = (owned / (ctas * MULTIMEM_CTA_GBS) + rows / (gpu.link_gbs * MULTIMEM_SWITCH_SHARE)) / 1e3
         crowd = MULTIMEM_CROWD_US * np.maximum(0, ctas - 16) * tokens / (tokens + MULTIMEM_CROWD_ROWS)
         return start + fill + np.maximum(wire_us, cta_us) + crowd
     start = P2P_START_US + P2P_RANK_US * tp - overlapped
