@@ -108,7 +108,8 @@ class FakePieces:
         elif isinstance(point, StreamPoint):
             us = machine.norm_us(point.rows, config.hidden) if point.name == "norm" else self._stream(point)
         elif isinstance(point, StagePoint):
-            us = 10.0 + point.rows / 10
+            embedding = point.name == "embedding"
+            us = machine.embed_us(point.rows, config.hidden) if embedding else 10.0 + point.rows / 10
         else:
             us = 2.0
         assert math.isfinite(us)

@@ -19,12 +19,10 @@ MOST_TOKENS = 2**22  # of a step: as far as the tables reach; no GPU holds more 
 STEPPED_TOKENS = 16384  # up to here the tables have a column for every row step, beyond so many for every doubling:
 COLUMNS_PER_DOUBLING = 64
 
-# Kernels of a layer's stages and of what ends them; what an eager step launches.
-ATTENTION_LAUNCHES, MLP_LAUNCHES = (
-    4,
-    3,
-)  # qkv, rotary embedding and cache write, attention, o; gate_up, activation, down
-EMBED_LAUNCHES, HEAD_LAUNCHES = 1, 2
+# Kernels of a step's stages and of what ends them; what an eager step launches.
+EMBED_LAUNCHES, HEAD_LAUNCHES = 6, 2
+ATTENTION_LAUNCHES = 4  # qkv, rotary embedding and cache write, attention, o
+MLP_LAUNCHES = 3  # gate_up, activation, down
 END_LAUNCHES = {"sequential": 2, "fused": 1, "no_comm": 1}  # all-reduce and norm; one kernel; norm
 
 
@@ -53,11 +51,9 @@ class CostModel:
         self.tiling = Tiling(self.gemms, self.gpu)
         shard = shard_of(config, 0, self.tp)
         self._query, self._kv = shard.query.size, shard.kv.size
-        # Bytes a row. Rotary embedding and cache write: q, k, v read and written. Activation: gate and up read, one
-        # written. Embedding: one read, one written.
+        # Bytes a row. Rotary embedding and cache write: q, k, v read and written. Activation: gate and up read, one written.
         self._rope_bytes = 2 * BYTES * (self._query + 2 * self._kv)
         self._activation_bytes = 3 * BYTES * shard.intermediate.size * max(1, config.experts_per_token)
-        self._embed_bytes = 2 * BYTES * config.hidden
         self._head = Gemm("head", shard.vocab.size, config.hidden)
         self._held = sorted({0} | {costs.held(ctas) for ctas in self.ctas})
         self._all_ctas = [ctas or 0 for ctas in self.ctas]
@@ -79,8 +75,8 @@ class CostModel:
     def _tabulate(self) -> None:
         """us by rows: one column for every row up to a row step, then for row steps, then for equal ratios.
 
-        Pieces of stages, all but the attention itself: float64 [2, held SMs, rows], [0] alone, [1] beside the held SMs. Collectives:
-        float64 [CTAs, rows].
+        Pieces of stages, all but the attention itself: float64 [2, held SMs, rows], [0] alone, [1] beside the held SMs.
+        Collectives: float64 [CTAs, rows].
         """
         costs, step = self.costs, row_step(self.gpu)
         octaves = (MOST_TOKENS // STEPPED_TOKENS).bit_length() - 1
@@ -217,7 +213,7 @@ class CostModel:
         return max(float(makespan(blocks)), self._launched_us(1, kind)) + self.head_us(batch.sampled)
 
     def _embed_us(self, rows: Any) -> Any:
-        return self.costs.stream_us(rows * self._embed_bytes) + self.costs.runtime.gap_us * EMBED_LAUNCHES
+        return self.costs.embed_us(rows, self.config.hidden) + self.costs.runtime.gap_us * EMBED_LAUNCHES
 
     def sequential_us(self, tokens: int, normed: int | None = None) -> float:
         """us of an all-reduce of all rows and the norm of ``normed`` of them (default: all)."""
@@ -230,9 +226,11 @@ class CostModel:
         return self.costs.collective_us(tokens, self.config.hidden, ctas, alone=ctas is None)
 
     def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None, late: Any = False) -> np.ndarray:
-        """us of a woven step for each (prefix length, CTAs of the collective, late start), int64, int64, bool [n] -> float64 [n].
+        """us of a woven step for each (prefix length, CTAs of the collective, late start): float64 [n].
 
-        ``ctas`` is None where the transport has no such choice. ``late``: as :meth:`stage_us`.
+        Args:
+            cuts, ctas: int64 [n]; ``ctas`` None where the transport has no such choice.
+            late: bool or bool [n], as :meth:`stage_us`.
         """
         layers, sampled = self.config.layers, batch.sampled
         lengths = np.stack([cuts, batch.tokens - cuts])

@@ -96,7 +96,10 @@ class Costs(Protocol):
         """Residual add + RMSNorm of all rows."""
 
     def stream_us(self, nbytes: Any) -> Any:
-        """A kernel that does nothing but move bytes: embedding, rotary embedding and cache write, activation."""
+        """A kernel that does nothing but move bytes: rotary embedding and cache write, activation."""
+
+    def embed_us(self, rows: Any, hidden: int) -> Any:
+        """The embedding's compute; with several ranks it looks up this rank's tokens and leaves the others zero."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,10 @@ class Machine:
 
     def stream_us(self, nbytes: Any) -> Any:
         return self.gpu.kernel_us + comm.stream_us(nbytes, self.gpu)
+
+    def embed_us(self, rows: Any, hidden: int) -> Any:
+        once = self.stream_us(rows * (2 * gemms.BYTES * hidden))
+        return once if self.tp == 1 else 2 * once + 4 * self.gpu.kernel_us  # four kernels on the token ids, and a mask
 
     @property
     def _hbm(self) -> float:

@@ -175,6 +175,11 @@ class Profile:
         """As :meth:`Costs.stream_us`."""
         return self._stream(nbytes)
 
+    def embed_us(self, rows: Any, hidden: int) -> Any:
+        """As :meth:`Costs.embed_us`."""
+        measured = self.stage_us("embedding") if hidden == self._hidden else None
+        return self.base.embed_us(rows, hidden) if measured is None else measured(rows)
+
     def overhead_us(self, name: str) -> float | None:
         """A measured :class:`OverheadPoint`, None if it was not measured."""
         return self._overhead.get(name)
