@@ -80,7 +80,7 @@ TILES = {
     # Ampere's and Ada's come in powers of two.
     "sm_80": _tiles(*_SMALL, (64, (64, 128, 256)), (128, (64, 128, 256)), (256, (64, 128))),
     "sm_89": _tiles(*_SMALL, (64, (64, 128, 256)), (128, (64, 128, 256)), (256, (64, 128))),
-    # Seen on H200: rows are the tokens'. 128 x 256 columns by 192 and 320 rows do nine tenths of the work.
+    # Seen on H200. 192 x 192, 128 x 256 and 128 x 320 are three quarters of what was traced.
     "sm_90": _tiles(
         (32, (64,)),
         (64, (48, 64, 72, 80, 96, 112, 128, 144, 176, 192, 256, 320, 384, 448, 512)),

@@ -29,7 +29,7 @@ class Gpu:
         sms: streaming multiprocessors.
         clock_ghz: boost clock.
         peak_tflops: dense bf16, data sheet.
-        sustained_tflops: dense bf16 of large GEMMs, one after another.
+        sustained_tflops: dense bf16 in large tiles while steps follow each other; without launches and partly filled waves.
         attention_tflops: bf16 of a long prefill's attention with torch's kernel, half of the square counted (causal).
         flash3_tflops: the same with FlashAttention-3; ``attention_tflops`` where there is no such kernel.
         hbm_gbs: memory bandwidth, GB/s.
