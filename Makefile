@@ -42,6 +42,7 @@ format: .venv-test/.ready
 docs: .venv-test/.ready
 	.venv-test/bin/python scripts/draw_weave.py
 	.venv-test/bin/python scripts/readme_tables.py
+	.venv-test/bin/python scripts/planning_tables.py
 	.venv-test/bin/python scripts/docs_tables.py
 
 clean:
