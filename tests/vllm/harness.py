@@ -151,15 +151,7 @@ def run(
                 "tensor_parallel_size": ranks,
                 "distributed_executor_backend": executor,
             },
-            "scenarios": [
-                {
-                    "name": name,
-                    "file": scenario.function.__code__.co_filename,
-                    "function": scenario.function.__qualname__,
-                    "arguments": dict(scenario.arguments),
-                }
-                for name, scenario in scenarios.items()
-            ],
+            "scenarios": [_described(name, scenario) for name, scenario in scenarios.items()],
         }
         (folder / "job.json").write_text(json.dumps(job))
         started = time.monotonic()
@@ -170,11 +162,55 @@ def run(
     return Run(log, seconds, {name: [results[name] for results in written] for name in scenarios})
 
 
+def call(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    env: Mapping[str, str] | None = None,
+    time_limit: float = 240,
+) -> Run:
+    """Runs ``function(**arguments)`` in a process that has imported vLLM, without an engine; the run's only result, ``""``."""
+    with TemporaryDirectory(prefix="tokenweave-vllm-") as name:
+        folder = Path(name)
+        (folder / "job.json").write_text(
+            json.dumps({"engine": None, "scenarios": [_described("", Scenario(function, arguments))]})
+        )
+        started = time.monotonic()
+        _run_processes(folder, 1, "none", env or {}, time_limit)
+        results = json.loads((folder / "results0.json").read_text())
+        return Run(_log(folder), time.monotonic() - started, {"": [results[""]]})
+
+
 def tiny_model(folder: Path, variant: str = "llama", **more: Any) -> Path:
     """Saves a random model of :data:`checkpoints.VARIANTS` in ``folder`` with heads of a size that vLLM's CPU attention has."""
     from checkpoints import make_checkpoint
 
     return make_checkpoint(folder, variant, **{"head_dim": 32, **more})
+
+
+def transformers_tokens(model: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The greedy tokens that transformers gives in fp32: the reference, in pytest's process."""
+    import torch
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(max_tokens):
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
+
+
+def _described(name: str, scenario: Scenario) -> dict[str, Any]:
+    return {
+        "name": name,
+        "file": scenario.function.__code__.co_filename,
+        "function": scenario.function.__qualname__,
+        "arguments": dict(scenario.arguments),
+    }
 
 
 # ---- for scenarios
@@ -275,24 +311,27 @@ def _log(folder: Path) -> str:
 
 
 def main(folder: Path, rank: int) -> None:
-    """One rank: the engine, the scenarios, and their results as a file."""
+    """One rank: the engine (if there is to be one), the scenarios, and their results as a file."""
     job = json.loads((folder / "job.json").read_text())
-    from vllm import LLM
+    engine = job["engine"]
+    given: list[Any] = []
+    if engine is not None:
+        from vllm import LLM
 
-    if job["engine"]["distributed_executor_backend"] == "external_launcher":
-        _name_shared_memory(folder.name)
-    llm = LLM(**job["engine"])
+        if engine["distributed_executor_backend"] == "external_launcher":
+            _name_shared_memory(folder.name)
+        given.append(LLM(**engine))
     results = {}
     for scenario in job["scenarios"]:
         try:
             function = _load(Path(scenario["file"]), scenario["function"])
-            results[scenario["name"]] = {"value": function(llm, **scenario["arguments"])}
+            results[scenario["name"]] = {"value": function(*given, **scenario["arguments"])}
             json.dumps(results[scenario["name"]])
         except Exception:
             results[scenario["name"]] = {"error": traceback.format_exc()}
     (folder / f"results{rank}.json").write_text(json.dumps(results))
-    if job["engine"]["distributed_executor_backend"] != "external_launcher":
-        llm.llm_engine.engine_core.shutdown()  # its workers, and what they hold in /dev/shm
+    if engine is not None and engine["distributed_executor_backend"] != "external_launcher":
+        given[0].llm_engine.engine_core.shutdown()  # its workers, and what they hold in /dev/shm
 
 
 def _name_shared_memory(name: str) -> None:

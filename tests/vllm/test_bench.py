@@ -1,55 +1,58 @@
-"""``tokenweave bench vllm`` and ``doctor --vllm`` with the real vLLM: one engine, started as the benchmark starts it."""
+"""The engine process of ``tokenweave bench vllm``, and ``doctor --vllm``, with the real vLLM."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import harness
 import pytest
 
+from tokenweave.bench.vllm_engine import prompt
 from tokenweave.cli.main import main
 
+ENGINE = {**harness.ENGINE, "tensor_parallel_size": 2}
+REQUESTS = [{"prompt": 20, "output": 5, "seed": 1, "at": 0.0}, {"prompt": 200, "output": 3, "seed": 2, "at": 0.1}]
 
-def test_a_stock_engine_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in harness.ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
+
+def served(folder: str, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the engine process answers to commands on its standard input; ``folder``/engine.json has its arguments."""
+    import vllm.v1.engine.utils as engine
+    import vllm.v1.executor.multiproc_executor as executor
+
+    from tokenweave.bench import vllm_engine
+
+    # vLLM would spawn its processes, and each would import vLLM: here they can be forked.
+    engine.get_mp_context = executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    commands_in, commands_out = os.pipe()
+    os.write(commands_out, "".join(json.dumps(command) + "\n" for command in commands).encode())
+    os.close(commands_out)
+    os.dup2(commands_in, 0)
+    answers, theirs = os.pipe()
+    vllm_engine.main(str(Path(folder) / "engine.json"), str(theirs))
+    return [json.loads(line) for line in os.read(answers, 1 << 16).splitlines()]
+
+
+def test_the_benchmarks_engine_answers_with_times_and_tokens(tmp_path: Path) -> None:
     model = harness.tiny_model(tmp_path / "model")
-    file = tmp_path / "result.json"
-    engine = {"enforce_eager": True, "dtype": "float32"}
-    words = [f"--model={model}", "--tp=1", "--configs=default", "--tokens=16,200", "--rounds=3", "--decode=2"]
-    words += ["--decode-context=20", "--decode-steps=5", "--trace=sharegpt", "--requests=3", "--max-output=4"]
-    words += ["--max-batched-tokens=128", "--kv-gib=0.1", "--memory=0.2", f"--engine-args={json.dumps(engine)}"]
-    code = main(["bench", "vllm", *words, f"--json={file}", f"--logs={tmp_path}"])
-    err = capsys.readouterr().err
-    assert code == 0, err
-    result = json.loads(file.read_text())
-    (found,) = result["engines"]
-    assert found["vllm"].startswith("0.32.0")
-    assert found["kv_tokens"] > 256
-    assert found["model_class"] == "vllm.model_executor.models.llama:LlamaForCausalLM"
-    phases = {row["phase"]: row for row in result["rows"]}
-    assert set(phases) == {"prefill", "decode", "trace"}
-    assert phases["decode"]["ms"] > 0
-    assert phases["trace"]["requests"] == 3
-    (compared,) = result["compared"]
-    assert compared["equal"] == compared["requests"] == 4  # fp32: a batch changes nothing
-    assert not process_mentions(str(tmp_path))
-
-
-def process_mentions(word: str) -> bool:
-    """Whether a process is left whose command line has this word."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if word.encode() in (entry / "cmdline").read_bytes():
-                    return True
-            except OSError:
-                continue
-    return False
+    (tmp_path / "engine.json").write_text(json.dumps({**ENGINE, "model": str(model)}))
+    commands = [{"do": "reset"}, {"do": "replay", "requests": REQUESTS, "keep_tokens": True}]
+    ready, reset, replayed = harness.call(served, {"folder": str(tmp_path), "commands": commands})[""]
+    assert ready["vllm"].startswith("0.32.0")
+    assert ready["kv_tokens"] > 256
+    assert (ready["max_num_seqs"], ready["max_num_batched_tokens"], ready["cudagraph_mode"]) == (16, 128, "NONE")
+    assert ready["chunked_prefill"]
+    assert ready["prefix_caching"]
+    assert ready["model_class"] == "vllm.model_executor.models.llama:LlamaForCausalLM"
+    assert reset == {}
+    prompts = [prompt(request["prompt"], 160, request["seed"]) for request in REQUESTS]
+    for request, found, ids in zip(REQUESTS, replayed["requests"], prompts, strict=True):
+        (expected,) = harness.transformers_tokens(model, [ids], request["output"])
+        assert found["tokens"] == expected
+        assert request["at"] <= found["sent"] < found["first"] < found["last"]
 
 
 def test_doctor_reads_this_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import harness
 import pytest
 import torch
-import transformers
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6] * 30, list(range(3, 40)), [11]]
 TOKENS = 12
@@ -48,25 +47,13 @@ def stock(model: Path) -> harness.Run:
     )
 
 
-def expected(model: Path) -> list[list[int]]:
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    answers = []
-    for prompt in PROMPTS:
-        with torch.inference_mode():
-            tokens = list(prompt)
-            for _ in range(TOKENS):
-                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
-        answers.append(tokens[len(prompt) :])
-    return answers
-
-
 def test_scenarios_run_on_every_rank_with_the_model_at_hand(stock: harness.Run) -> None:
     assert stock.ranks("rank") == [0, 1]
     assert stock["layers"] == ["LlamaDecoderLayer"] * 3
 
 
 def test_greedy_tokens_are_those_of_transformers(stock: harness.Run, model: Path) -> None:
-    assert stock["batch"] == stock["alone"] == expected(model)
+    assert stock["batch"] == stock["alone"] == harness.transformers_tokens(model, PROMPTS, TOKENS)
     assert stock.ranks("batch")[1] == stock["batch"]
 
 
