@@ -21,10 +21,9 @@ DEVICE Vec ld_global(const void* p) {  // not cached in L1: every byte is read o
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p) : "memory");
   return v;
 }
-DEVICE Vec ld_global_nc(const void* p) {
-  Vec v;
-  asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p));
-  return v;
+DEVICE Vec ld_global_nc(const void* p) {  // no asm: without `volatile` it would run ahead of the condition that guards it
+  const uint4 q = __ldg((const uint4*)p);
+  return Vec{{q.x, q.y, q.z, q.w}};
 }
 DEVICE Vec ld_volatile(const void* p) {
   Vec v;
