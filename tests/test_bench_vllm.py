@@ -333,6 +333,7 @@ def test_ratios_are_paired_only_where_rounds_are() -> None:
         (["--engine-args={"], "is not JSON"),
         (["--tokens=200000"], "the model's context is 131072"),
         (["--model=nothing"], "no model 'nothing'"),
+        (["--tp=3"], "vLLM wants it to divide the model's 32 query heads"),
         (["--trace=nothing"], "no trace 'nothing'"),
     ],
 )

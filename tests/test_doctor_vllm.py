@@ -106,6 +106,14 @@ def test_models_that_run_as_stock(tmp_path: Path, changes: dict[str, object], tp
     assert not report.steps
 
 
+def test_what_vllm_itself_refuses_is_said() -> None:
+    report = examine_vllm("SmolLM2-135M", tp=2, gpu="h200", environment={})
+    assert report.model.value == "refused"
+    assert "9 query heads" in report.model.why
+    assert not report.steps
+    assert examine_vllm("SmolLM2-135M", tp=3, gpu="h200", environment={}).model.value == "taken"
+
+
 def test_models_whose_exceptions_do_not_apply(tmp_path: Path) -> None:
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     for changes, environment in (

@@ -63,7 +63,7 @@ class VllmReport:
     Attributes:
         vllm: what is installed, or None.
         plugin: ``"on"`` or ``"off"`` in this environment. visible: whether vLLM finds its entry point.
-        architecture: of the model. model: ``"taken"`` or ``"stock"``, once the plugin is on.
+        architecture: of the model. model: ``"taken"`` or ``"stock"``, once the plugin is on; ``"refused"`` by vLLM itself.
         gpu: that the steps are planned for. tp: tensor parallel size.
         steps: who is expected to run them; none where the model runs as stock.
         notes: what else decides.
@@ -117,7 +117,12 @@ def examine_vllm(
     found = _classes().get(architecture, ("", ""))
     taken = found in plugin.CLASSES and architecture.endswith("ForCausalLM")
     problem = _problem(raw, found[1], version, tp, platform, environment) if taken else None
-    if not taken:
+    heads = built_in.heads if built_in else raw.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tp:
+        verdict = Verdict(
+            "refused", f"vLLM wants the tensor parallel size, {tp}, to divide the model's {heads} query heads"
+        )
+    elif not taken:
         verdict = Verdict("stock", f"TokenWeave takes {', '.join(sorted(_taken()))}; {architecture} is not touched")
     elif problem is not None:
         verdict = Verdict("stock", f"{problem[0]}: {problem[0].value}{f' ({problem[1]})' if problem[1] else ''}")

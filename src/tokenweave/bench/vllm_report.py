@@ -153,7 +153,8 @@ def text(result: dict[str, Any]) -> str:
             for c in result["compared"]
         ]
         parts.append("\n".join(["greedy tokens:", *lines]))
-    parts.append(_starts(result["engines"]))
+    if any("start_s" in engine for engine in result["engines"]):
+        parts.append(_starts(result["engines"]))
     parts += [f"FAILED: {failed['configuration']}" for failed in result["failed"]]
     return "\n\n".join(parts)
 

@@ -88,8 +88,11 @@ def run(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace, names: tuple[str, ...], folder: Path, dummy: bool) -> Any:
     """``bench.vllm.Config`` of the arguments."""
     from tokenweave.bench.vllm import Config
-    from tokenweave.bench.vllm_configurations import model_context
+    from tokenweave.bench.vllm_configurations import attention_heads, model_context
 
+    heads, _ = attention_heads(folder)
+    if heads % args.tp:
+        raise RequestError(f"--tp {args.tp}; vLLM wants it to divide the model's {heads} query heads")
     tokens, batches = _sizes("--tokens", args.tokens), _sizes("--decode", args.decode)
     context = model_context(folder)
     trace, arrivals = _trace(args, context - _MARGIN)
