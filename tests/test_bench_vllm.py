@@ -115,15 +115,17 @@ def bench(path: Path, *words: str) -> tuple[int, dict[str, Any]]:
 
 
 def rows(result: dict[str, Any], phase: str) -> dict[tuple[str, int], dict[str, Any]]:
-    size = {"prefill": "tokens", "decode": "batch", "trace": "requests"}[phase]
+    size = {"prefill": "tokens", "decode": "batch"}[phase]
     return {(row["configuration"], row[size]): row for row in result["rows"] if row["phase"] == phase}
 
 
 def test_all_configurations_one_after_the_other(vllm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--tokens=600,2000", "--rounds=7", "--decode=1,40", "--trace=sharegpt", "--requests=5", "--max-output=3"]
+    words = ["--tokens=600,2000", "--rounds=7", "--decode=1,40", "--requests=5", "--max-output=3"]
+    words.append("--trace=sharegpt,arxiv_summarization")
     code, result = bench(vllm, *words, f"--plot={vllm / 'plot.png'}")
     out = capsys.readouterr().out
     assert code == 0
+    names = ("default", "best", "tokenweave")
     prefill = rows(result, "prefill")
     assert set(prefill) == set(itertools.product(("default", "best", "tokenweave"), (600, 2000)))
     for (_, tokens), row in prefill.items():
@@ -137,16 +139,28 @@ def test_all_configurations_one_after_the_other(vllm: Path, capsys: pytest.Captu
     assert ("best", 40) not in decode  # it takes fewer requests a step
     assert {name for name, batch in decode if batch == 1} == {"default", "best", "tokenweave"}
     assert all(row["ms"] >= 2.0 for row in decode.values())
-    trace = rows(result, "trace")
-    assert set(trace) == {("default", 5), ("best", 5), ("tokenweave", 5)}
-    for row in trace.values():
+    trace = [row for row in result["rows"] if row["phase"] == "trace"]
+    wanted = itertools.product(("sharegpt", "arxiv_summarization"), ("default", "best", "tokenweave"))
+    assert [(row["trace"], row["configuration"]) for row in trace] == sorted(
+        wanted, key=lambda pair: names.index(pair[1])
+    )
+    assert trace[-1]["throughput_over_best"] == pytest.approx(trace[-1]["requests_per_s"] / trace[3]["requests_per_s"])
+    for row in trace:
+        assert row["requests"] == 5
         assert row["requests_per_s"] == pytest.approx(5 / row["seconds"])
         assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"]
         assert row["tpot_ms"]["p50"] >= 2.0
     assert {c["equal"] for c in result["compared"]} == {4}
     assert "not paired" in result["pairing"]
     assert (vllm / "plot.png").stat().st_size > 10_000
-    for word in ("2000", "tokenweave over best", "requests of sharegpt", "4 of 4 requests equal", "not paired"):
+    for word in (
+        "2000",
+        "tokenweave over best",
+        "requests of sharegpt",
+        "requests of arxiv_summ",
+        "4 of 4 requests equal",
+        "not paired",
+    ):
         assert word in out
 
 
@@ -334,7 +348,8 @@ def test_ratios_are_paired_only_where_rounds_are() -> None:
         (["--tokens=200000"], "the model's context is 131072"),
         (["--model=nothing"], "no model 'nothing'"),
         (["--tp=3"], "vLLM wants it to divide the model's 32 query heads"),
-        (["--trace=nothing"], "no trace 'nothing'"),
+        (["--trace=sharegpt,nothing"], "no trace 'nothing'"),
+        (["--trace=sharegpt", "--rate=0"], "a rate of 0.0"),
     ],
 )
 def test_what_cannot_run_is_refused_before_an_engine_starts(

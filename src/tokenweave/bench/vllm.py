@@ -13,11 +13,12 @@ import json
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tokenweave.bench import vllm_configurations as configurations
 from tokenweave.bench.environment import Monitor
@@ -27,6 +28,7 @@ from tokenweave.simulation import Trace
 
 _WARM_PREFILLS = 4  # TokenWeave runs a new size as stock, then launch by launch, and makes a graph at the third
 _DECODE_ROUNDS = 3
+_WARM_REQUESTS, _WARM_OUTPUT = 32, 8  # of a trace, and tokens of each
 _OUTPUT_TOKENS = 16  # of a request whose tokens are compared
 _OUTPUT_PROMPTS = 2  # of each size
 _DECODE_SEED, _OUTPUT_SEED, _TRACE_SEED = 1_000_000, 2_000_000, 3_000_000
@@ -45,7 +47,7 @@ class Config:
         engine: arguments that all engines share.
         tokens: of the prompts whose prefill is measured. batches: requests that decode at once.
         context: tokens before a decoding request's first. steps: tokens that it makes.
-        trace: requests to serve, or None. rate: of their arrival, per second; None: all at once.
+        traces: requests to serve, with their arrivals.
         rounds: samples of each prefill. starts: of each engine, one after the other. together: side by side, once.
         multicast: whether vLLM and NCCL may use it.
         seed: of prompts and orders. time_limit: seconds for an engine's start and for each of its answers.
@@ -61,9 +63,7 @@ class Config:
     batches: tuple[int, ...]
     context: int
     steps: int
-    trace: Trace | None
-    rate: float | None
-    arrivals: tuple[float, ...]
+    traces: tuple[Trace, ...]
     rounds: int
     starts: int
     together: bool
@@ -96,8 +96,8 @@ class VllmBench:
                 "engine": dict(config.engine),
                 "decode_context": config.context,
                 "decode_steps": config.steps,
-                "trace": None if config.trace is None else config.trace.name,
-                "rate": config.rate,
+                "traces": [trace.name for trace in config.traces],
+                "arrivals_last_s": [float(_arrivals(trace)[-1]) for trace in config.traces],
                 "rounds": config.rounds,
                 "starts": config.starts,
                 "together": config.together,
@@ -162,7 +162,7 @@ class VllmBench:
 
     def _measure(self, engines: dict[str, EngineProcess]) -> None:
         """All phases. An engine that fails drops out of those that follow."""
-        for phase in (self._prefills, self._decodes, self._outputs, self._trace):
+        for phase in (self._prefills, self._decodes, self._outputs, self._traces):
             with self._watched(phase.__name__.strip("_"), list(engines)):
                 phase(engines)
             self._write()
@@ -223,24 +223,24 @@ class VllmBench:
                     "batch": [answer["tokens"] for answer in batch["requests"]],
                 }
 
-    def _trace(self, engines: dict[str, EngineProcess]) -> None:
-        trace = self._config.trace
-        if trace is None:
-            return
-        requests = [
-            {"at": at, "prompt": int(prompt), "output": int(output), "seed": _TRACE_SEED + i}
-            for i, (at, prompt, output) in enumerate(
-                zip(self._config.arrivals, trace.prompts, trace.outputs, strict=True)
-            )
-        ]
-        for engine in list(engines.values()):
-            self._ask(engines, engine, "reset")
-            began = time.monotonic()
-            if answer := self._replay(engines, engine, requests):
-                self._result["rows"].append(
-                    {"phase": "trace", "configuration": engine.name, **served(requests, answer["requests"])}
+    def _traces(self, engines: dict[str, EngineProcess]) -> None:
+        for number, trace in enumerate(self._config.traces):
+            seed = _TRACE_SEED * (1 + number)
+            requests = [
+                {"at": float(at), "prompt": int(prompt), "output": int(output), "seed": seed + i}
+                for i, (at, prompt, output) in enumerate(
+                    zip(_arrivals(trace), trace.prompts, trace.outputs, strict=True)
                 )
-                self._say(f"{engine.name}: {len(requests)} requests in {time.monotonic() - began:.1f} s")
+            ]
+            warm = [{**r, "at": 0.0, "output": min(r["output"], _WARM_OUTPUT)} for r in requests[:_WARM_REQUESTS]]
+            for engine in list(engines.values()):
+                self._replay(engines, engine, warm)
+                self._ask(engines, engine, "reset")
+                if answer := self._replay(engines, engine, requests):
+                    row = served(requests, answer["requests"])
+                    named = {"phase": "trace", "trace": trace.name, "configuration": engine.name}
+                    self._result["rows"].append({**named, **row})
+                    self._say(f"{engine.name}: {len(requests)} requests of {trace.name} in {row['seconds']:.1f} s")
 
     # ---- one engine
 
@@ -317,6 +317,11 @@ class VllmBench:
             half.write_text(json.dumps(result, indent=1))
             os.replace(half, self._config.json)
         return result
+
+
+def _arrivals(trace: Trace) -> np.ndarray:
+    """Seconds at which its requests arrive: all at once where it doesn't say."""
+    return np.zeros(len(trace)) if trace.arrivals is None else trace.arrivals
 
 
 def _elapsed(answer: dict[str, Any]) -> float:

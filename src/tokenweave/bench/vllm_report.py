@@ -35,7 +35,11 @@ def finish(
     ]
     trace = [dict(row) for row in result["rows"] if row["phase"] == "trace"]
     for row, stock in itertools.product(trace, STOCK):
-        same = [other["requests_per_s"] for other in trace if other["configuration"] == stock]
+        same = [
+            other["requests_per_s"]
+            for other in trace
+            if (other["configuration"], other["trace"]) == (stock, row["trace"])
+        ]
         if same and row["configuration"] != stock:
             row[f"throughput_over_{stock}"] = row["requests_per_s"] / (sum(same) / len(same))
     how = (
@@ -143,9 +147,9 @@ def text(result: dict[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["phase"] == phase]
         if rows:
             parts.append(_table(title, _UNITS[phase], rows, names))
-    trace = [row for row in result["rows"] if row["phase"] == "trace"]
-    if trace:
-        parts.append(_trace_table(result["config"]["trace"], trace))
+    traces = [row for row in result["rows"] if row["phase"] == "trace"]
+    for name in dict.fromkeys(row["trace"] for row in traces):
+        parts.append(_trace_table(name, [row for row in traces if row["trace"] == name]))
     if result["compared"]:
         lines = [
             f"  {c['first']} and {c['second']}: {c['equal']} of {c['requests']} requests equal, first tokens of "
@@ -246,18 +250,40 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     if not result["rows"]:
         raise RequestError("nothing was measured: there is nothing to plot")
+    names = list(result["config"]["configurations"])
     panels = [phase for phase in ("prefill", "decode", "trace") if any(r["phase"] == phase for r in result["rows"])]
     figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
     for axes, phase in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         rows = [row for row in result["rows"] if row["phase"] == phase]
         if phase == "trace":
-            axes.bar([row["configuration"] for row in rows], [row["requests_per_s"] for row in rows])
-            axes.set(title=f"{rows[0]['requests']} requests of {result['config']['trace']}", ylabel="requests/s")
+            _draw_throughput(axes, rows, names)
         else:
-            _draw_times(axes, phase, rows, list(result["config"]["configurations"]))
+            _draw_times(axes, phase, rows, names)
     figure.suptitle(result["machine"], fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def _draw_throughput(axes: Any, rows: list[dict[str, Any]], names: Sequence[str]) -> None:
+    """Requests/s, a group of bars a trace; the mean where an engine was started several times."""
+    traces = list(dict.fromkeys(row["trace"] for row in rows))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        for place, trace in enumerate(traces):
+            found = [r["requests_per_s"] for r in rows if (r["trace"], r["configuration"]) == (trace, name)]
+            if found:
+                label = name if place == 0 else None
+                bars = axes.bar(
+                    place + (number - (len(names) - 1) / 2) * width,
+                    np.mean(found),
+                    width,
+                    color=f"C{number}",
+                    label=label,
+                )
+                axes.bar_label(bars, fmt="%.2f", fontsize="small")
+    axes.set_xticks(range(len(traces)), traces)
+    axes.set(title=f"{rows[0]['requests']} requests", ylabel="requests/s")
+    axes.legend(fontsize="small")
 
 
 def _draw_times(axes: Any, phase: str, rows: list[dict[str, Any]], names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import tempfile
@@ -39,8 +40,8 @@ def add_parser(kinds: Any) -> None:
     add("--decode", default="1,8,32,128", help="requests that decode at once (default %(default)s; none: skip)")
     add("--decode-context", type=int, default=512, help="tokens of their prompts (default 512)")
     add("--decode-steps", type=int, default=64, help="tokens that each makes (default 64)")
-    add("--trace", help="CSV of prompt and output lengths, or sharegpt or arxiv_summarization (default: none)")
-    add("--requests", type=int, default=500, help="of the trace (default 500)")
+    add("--trace", help="CSV files of prompt and output lengths, sharegpt, arxiv_summarization; separated by commas")
+    add("--requests", type=int, default=500, help="of each trace (default 500)")
     add("--rate", type=float, help="requests a second, Poisson (default: as the trace says, or all at once)")
     add("--max-output", type=int, help="cut the trace's outputs to so many tokens")
     add("--layers", type=int, help="so many layers only; with random weights")
@@ -95,10 +96,9 @@ def _config(args: argparse.Namespace, names: tuple[str, ...], folder: Path, dumm
         raise RequestError(f"--tp {args.tp}; vLLM wants it to divide the model's {heads} query heads")
     tokens, batches = _sizes("--tokens", args.tokens), _sizes("--decode", args.decode)
     context = model_context(folder)
-    trace, arrivals = _trace(args, context - _MARGIN)
+    traces = tuple(_trace(name, args, context - _MARGIN) for name in (args.trace.split(",") if args.trace else ()))
     longest = [*tokens, *([args.decode_context + args.decode_steps] if batches else [])]
-    if trace is not None:
-        longest.append(int((trace.prompts + trace.outputs).max()))
+    longest += [int((trace.prompts + trace.outputs).max()) for trace in traces]
     if max(longest) > context:
         raise RequestError(f"sequences of {max(longest)} tokens; the model's context is {context}")
     engine: dict[str, Any] = {
@@ -127,9 +127,7 @@ def _config(args: argparse.Namespace, names: tuple[str, ...], folder: Path, dumm
         batches=batches,
         context=args.decode_context,
         steps=args.decode_steps,
-        trace=trace,
-        rate=args.rate,
-        arrivals=arrivals,
+        traces=traces,
         rounds=args.rounds,
         starts=args.starts,
         together=args.together,
@@ -151,25 +149,22 @@ def _kv_gib(args: argparse.Namespace) -> float | None:
     return _SHARED_KV_GIB_CPU if found is not None and found.cpu else _SHARED_KV_GIB
 
 
-def _trace(args: argparse.Namespace, longest: int) -> tuple[Trace | None, tuple[float, ...]]:
-    """(the trace's requests that fit into ``longest`` tokens, when each arrives)."""
+def _trace(name: str, args: argparse.Namespace, longest: int) -> Trace:
+    """Requests of a trace that fit into ``longest`` tokens, with their arrivals."""
     import numpy as np
 
     from tokenweave.simulation import poisson, read_trace, sized
 
-    if args.trace is None:
-        return None, ()
-    trace = read_trace(args.trace)
+    trace = read_trace(name)
     if args.max_output is not None:
-        trace = type(trace)(trace.name, trace.prompts, np.minimum(trace.outputs, args.max_output), trace.arrivals)
+        trace = dataclasses.replace(trace, outputs=np.minimum(trace.outputs, args.max_output))
     trace = trace.kept(trace.prompts + trace.outputs <= longest)
     if not len(trace):
-        raise RequestError(f"--trace {args.trace}: no request fits into the model's {longest} tokens")
-    keep_order = trace.arrivals is not None and args.rate is None
-    trace = sized(trace, args.requests, args.seed, keep_order)
+        raise RequestError(f"--trace {name}: no request fits into the model's {longest} tokens")
+    trace = sized(trace, args.requests, args.seed, keep_order=trace.arrivals is not None and args.rate is None)
     if args.rate is not None:
-        return trace, tuple(poisson(len(trace), args.rate, args.seed).tolist())
-    return trace, tuple((np.zeros(len(trace)) if trace.arrivals is None else trace.arrivals).tolist())
+        return dataclasses.replace(trace, arrivals=poisson(len(trace), args.rate, args.seed))
+    return trace
 
 
 def _check(args: argparse.Namespace) -> tuple[str, ...]:
