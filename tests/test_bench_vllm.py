@@ -132,8 +132,9 @@ def test_all_configurations_one_after_the_other(vllm: Path, capsys: pytest.Captu
         assert row["samples"] == 7
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert row["ms"] > 20e-3 * tokens * 0.66
-    # sleeps are never too short, and on a busy machine too long
-    assert prefill["tokenweave", 2000]["speedup_over_default"] == pytest.approx(1.5, rel=0.35)
+    default, ours = prefill["default", 2000], prefill["tokenweave", 2000]
+    assert default["ms"] > 40  # it slept for so long, and on a busy machine longer
+    assert ours["speedup_over_default"] == pytest.approx(default["ms"] / ours["ms"])
     assert "speedup_over_default" not in prefill["default", 2000]
     decode = rows(result, "decode")
     assert ("best", 40) not in decode  # it takes fewer requests a step
