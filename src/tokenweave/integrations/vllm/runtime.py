@@ -26,7 +26,9 @@ from tokenweave.integrations.vllm.walk import Inputs, attentions, stages_of
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream, Overlap
 from tokenweave.planning import Mode, Plan, Planner, asked_mode
+from tokenweave.planning.machine import machine_of
 from tokenweave.stages import Split, Stage
+from tokenweave.tuning import agreed_profile
 from tokenweave.weave import run_stages
 
 log = logging.getLogger("vllm.tokenweave")
@@ -90,7 +92,8 @@ class Runtime:
         self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=dtype, device=device)
         gpu = "cpu" if device.type == "cpu" else None
         mode, plain = asked_mode(), vllm_config.quant_config is None
-        planner = Planner(numbers, gpu, self.workspace.world_size, self.workspace.transport, mode or "auto")
+        machine = machine_of(gpu, self.workspace.world_size, self.workspace.transport)
+        planner = Planner(numbers, mode=mode or "auto", costs=agreed_profile(numbers, machine, group) or machine)
         self.choice = Choice(planner, mode, plain=plain)
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
