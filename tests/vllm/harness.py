@@ -33,6 +33,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -302,8 +303,11 @@ def _run_processes(folder: Path, processes: int, executor: str, env: Mapping[str
             why = f"time limit of {time_limit:.0f} s" if not any(codes) else f"exit codes of the ranks: {codes}"
             raise EngineFailed("\n".join([why, *_log(folder).splitlines()[-80:]]))
     finally:
-        for left in Path("/dev/shm").glob(f"{folder.name}*"):
-            left.unlink(missing_ok=True)
+        # Workers that vLLM kills leave theirs; it names them in its log.
+        names = {folder.name, *re.findall(r"vllm_dist_[0-9a-f]{32}", _log(folder))}
+        for left in [path for place in ("/dev/shm", "/tmp") for name in names for path in Path(place).glob(f"{name}*")]:
+            if left.is_file():
+                left.unlink(missing_ok=True)
 
 
 def _log(folder: Path) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _GRACE = 10.0  # seconds between the first rank's failure and the end of the others
+_LEAVING = 3.0  # seconds that the workers of a rank that has ended get, and Python's cleaner of their shared memory
 _preloaded: subprocess.Popen[str] | None = None
 
 
@@ -109,8 +110,12 @@ def _wait(ranks: Sequence[int], time_limit: float) -> list[int | None]:
                     if codes[pid]:
                         deadline = min(deadline, time.monotonic() + _GRACE)
     finally:
+        leaving = time.monotonic() + (_LEAVING if len(codes) == len(ranks) else 0.0)
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
+                while time.monotonic() < leaving:
+                    os.killpg(pid, 0)
+                    time.sleep(0.02)
                 os.killpg(pid, signal.SIGKILL)
             if pid not in codes:
                 os.waitpid(pid, 0)

@@ -17,6 +17,7 @@ from typing import Any
 from tokenweave.errors import TokenWeaveError
 
 _ENDING = 20.0  # seconds that an engine gets to end by itself
+_LEAVING = 3.0  # seconds that its workers get after it, and Python's cleaner of their shared memory
 _LAST_WORDS = 5.0  # seconds between the end of its answers and that of its log, which says why
 _LAST_LINES = 30
 
@@ -104,6 +105,10 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_ENDING)
         with contextlib.suppress(ProcessLookupError):
+            leaving = time.monotonic() + (_LEAVING if self._process.poll() is not None else 0.0)
+            while time.monotonic() < leaving:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.02)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._replies)
