@@ -1,4 +1,4 @@
-"""Calls of all ranks in one process on one GPU (tokenweave.bench.alone), against float64, with memory around that is watched.
+"""All ranks' calls in one process on one GPU (tokenweave.bench.kernel.alone), against float64, in watched memory.
 
     PYTHONPATH=src python3 tests/alone_cases.py [--plant memory|race] [--rank 0|1 --store FILE]
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import fp8_cases
 from collective_cases import EPS, POISON, Case, Data, bits, call, check, make, on, open_workspace
-from tokenweave.bench import alone
+from tokenweave.bench.kernel import alone
 from tokenweave.collective import Workspace, cuda_backend, selftest
 from tokenweave.collective import compile as compiler
 from tokenweave.collective.call import Call, Launch

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from tokenweave.bench import environment, implementations, launch, plots, report
-from tokenweave.bench.implementations import Family, Implementation, Prepared, Skipped
-from tokenweave.bench.kernel import Config, KernelBench, chain, link_gbs, wire_bytes
+from tokenweave.bench import environment, launch
+from tokenweave.bench.kernel import implementations, report
+from tokenweave.bench.kernel.bench import Config, KernelBench, chain, link_gbs, wire_bytes
+from tokenweave.bench.kernel.implementations import Family, Implementation, Prepared, Skipped
+from tokenweave.bench.kernel.plots import plot_kernel
 from tokenweave.bench.timing import median_estimate, paired_rounds, ratio_estimate
 from tokenweave.cli.main import main
 from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
@@ -240,7 +242,7 @@ def test_text_table_and_readme_table(result, tmp_path):
 
 
 def test_plot(result, tmp_path):
-    plots.plot_kernel(result, tmp_path / "new" / "kernel.svg")
+    plot_kernel(result, tmp_path / "new" / "kernel.svg")
     drawn = (tmp_path / "new" / "kernel.svg").read_text()
     assert "<svg" in drawn
 

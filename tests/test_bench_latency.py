@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from tokenweave.bench import latency_profile, latency_sequential, trace
-from tokenweave.bench.latency import MODES, Config, LatencyBench
-from tokenweave.bench.latency_report import finish, text
-from tokenweave.bench.plots import plot_latency
-from tokenweave.bench.trace_events import Span
+from tokenweave.bench.latency import sequential
+from tokenweave.bench.latency.bench import MODES, Config, LatencyBench
+from tokenweave.bench.latency.plots import plot_latency
+from tokenweave.bench.latency.report import finish, text
+from tokenweave.bench.trace import record
+from tokenweave.bench.trace.events import Span
 from tokenweave.cli import bench_latency
 from tokenweave.cli.main import main
 from tokenweave.models.config import ModelConfig
@@ -65,7 +66,7 @@ class WallClock:
         return (time.perf_counter() - began) * 1e6
 
 
-class _Recorder(trace.Recorder):
+class _Recorder(record.Recorder):
     """A collective is longer on the rank that comes first; compute is beside half of it."""
 
     def record(self, call, path, ahead=False):
@@ -102,8 +103,8 @@ def _bench(path, sweep, sustain):
             "stream": lambda stream: contextlib.nullcontext(),
             "Event": _Event,
         },
-        latency_sequential: {"_symmetric_rows": lambda *args: None, "_fusion": lambda *args: None},
-        latency_profile.trace: {"Recorder": _Recorder},
+        sequential: {"_symmetric_rows": lambda *args: None, "_fusion": lambda *args: None},
+        record: {"Recorder": _Recorder},
     }
     with contextlib.ExitStack() as stack:
         for module, names in replaced.items():

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from tokenweave import doctor_vllm
-from tokenweave.bench import environment, vllm_configurations
-from tokenweave.bench.vllm_configurations import arguments_of, config_json, environment_of, graph_sizes, model_folder
-from tokenweave.bench.vllm_engine import prompt, steady_step
-from tokenweave.bench.vllm_process import EngineFailed, EngineProcess
-from tokenweave.bench.vllm_report import compare, finish, percentiles
+from tokenweave.bench import environment
+from tokenweave.bench.vllm import configurations
+from tokenweave.bench.vllm.configurations import arguments_of, config_json, environment_of, graph_sizes, model_folder
+from tokenweave.bench.vllm.engine import prompt, steady_step
+from tokenweave.bench.vllm.process import EngineFailed, EngineProcess
+from tokenweave.bench.vllm.report import compare, finish, percentiles
 from tokenweave.cli import bench_vllm
 from tokenweave.cli.main import main
 from tokenweave.doctor_vllm import Vllm
@@ -226,7 +227,7 @@ def test_an_engine_that_fails_is_told_and_the_others_are_measured(
 
 def engine(vllm: Path, time_limit: float = 30, **arguments: Any) -> EngineProcess:
     settings = {"max_model_len": 64, "max_num_batched_tokens": 64, **arguments}
-    variables = environment_of("default", {**os.environ, "PYTHONPATH": vllm_configurations.python_path()}, False)
+    variables = environment_of("default", {**os.environ, "PYTHONPATH": configurations.python_path()}, False)
     return EngineProcess("default", settings, variables, vllm, time_limit)
 
 

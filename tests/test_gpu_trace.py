@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tokenweave.bench.trace_events import gpu_spans, tagged
+from tokenweave.bench.trace.events import gpu_spans, tagged
 from tokenweave.cli.main import main
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(180)]

@@ -2,9 +2,9 @@
 
     python3 benchmarks/counters/counters.py [OUT.json]       # needs a GPU and Nsight Compute's `ncu`; half a minute
 
-Rank 0's kernel runs alone under ncu, of two ranks that share this process (tokenweave.bench.alone): its peer's memory is on
-the same GPU, and on a second one too if there is any, where the NVLink counters are read as well. ncu empties the L2 cache
-before each of its passes, so all reads come from HBM; what a kernel wrote may still be in the cache when it ends. The
+Rank 0's kernel runs alone under ncu, of two ranks that share this process (tokenweave.bench.kernel.alone): its peer's
+memory is on the same GPU, and on a second one too if there is any, where the NVLink counters are read as well. ncu empties
+the L2 cache before each of its passes, so all reads come from HBM; what a kernel wrote may still be in the cache when it ends. The
 `written_least` of a row must exceed the cache by far for `hbm_written` to mean anything: 192 MiB at 16,384 tokens, 768 MiB
 at 65,536, of 60 MB. Times are those of ncu's passes, with cold caches and nothing on the links but this kernel: they are not the
 benchmark's. The first reach to another GPU after ncu has emptied the caches takes some 160 us.
@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from tokenweave.bench import alone
 from tokenweave.bench.environment import describe
+from tokenweave.bench.kernel import alone
 from tokenweave.collective.call import Call, Launch
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.rows import owned_rows

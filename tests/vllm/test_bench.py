@@ -11,7 +11,7 @@ from typing import Any
 import harness
 import pytest
 
-from tokenweave.bench.vllm_engine import prompt
+from tokenweave.bench.vllm.engine import prompt
 from tokenweave.cli.main import main
 
 ENGINE = {**harness.ENGINE, "tensor_parallel_size": 2}
@@ -23,7 +23,7 @@ def served(folder: str, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import vllm.v1.engine.utils as engine
     import vllm.v1.executor.multiproc_executor as executor
 
-    from tokenweave.bench import vllm_engine
+    from tokenweave.bench.vllm import engine as served
 
     # vLLM would spawn its processes, and each would import vLLM: here they can be forked.
     engine.get_mp_context = executor.get_mp_context = lambda: multiprocessing.get_context("fork")
@@ -32,7 +32,7 @@ def served(folder: str, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
     os.close(commands_out)
     os.dup2(commands_in, 0)
     answers, theirs = os.pipe()
-    vllm_engine.main(str(Path(folder) / "engine.json"), str(theirs))
+    served.main(str(Path(folder) / "engine.json"), str(theirs))
     return [json.loads(line) for line in os.read(answers, 1 << 16).splitlines()]
 
 

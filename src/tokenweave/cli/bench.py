@@ -57,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
 def _run_rank(args: argparse.Namespace) -> int:
     import torch
 
-    from tokenweave.bench import environment, launch, report
-    from tokenweave.bench.implementations import FAMILIES
-    from tokenweave.bench.kernel import Config, KernelBench, link_gbs
+    from tokenweave.bench import environment, launch
+    from tokenweave.bench.kernel import report
+    from tokenweave.bench.kernel.bench import Config, KernelBench, link_gbs
+    from tokenweave.bench.kernel.implementations import FAMILIES
     from tokenweave.bench.timing import GraphClock
 
     with launch.joined() as me:
@@ -90,7 +91,7 @@ def _run_rank(args: argparse.Namespace) -> int:
             report.finish(result)
             print(report.text(result), flush=True)
             if args.plot is not None and result["rows"]:
-                from tokenweave.bench.plots import plot_kernel
+                from tokenweave.bench.kernel.plots import plot_kernel
 
                 plot_kernel(result, args.plot)
         del bench  # and its graphs

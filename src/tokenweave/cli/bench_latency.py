@@ -76,10 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_rank(args: argparse.Namespace) -> int:
-    from tokenweave.bench import environment, launch, plots
-    from tokenweave.bench.latency import MODES, Config, LatencyBench
-    from tokenweave.bench.latency_report import text
-    from tokenweave.bench.latency_sequential import BASELINES
+    from tokenweave.bench import environment, launch
+    from tokenweave.bench.latency.bench import MODES, Config, LatencyBench
+    from tokenweave.bench.latency.plots import plot_latency
+    from tokenweave.bench.latency.report import text
+    from tokenweave.bench.latency.sequential import BASELINES
     from tokenweave.bench.timing import GraphClock
     from tokenweave.planning import Planner
 
@@ -118,7 +119,7 @@ def _run_rank(args: argparse.Namespace) -> int:
         if rank == 0:
             print(text(result), flush=True)
             if args.plot is not None:
-                plots.plot_latency(result, args.plot)
+                plot_latency(result, args.plot)
         del bench  # and its graphs
     return 1 if result["wrong"] else 0
 
@@ -146,8 +147,8 @@ def model_of(args: argparse.Namespace, rank: int, ranks: int, group: dist.Proces
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
-    from tokenweave.bench.latency import MODES
-    from tokenweave.bench.latency_sequential import BASELINES
+    from tokenweave.bench.latency.bench import MODES
+    from tokenweave.bench.latency.sequential import BASELINES
     from tokenweave.bench.timing import MIN_ROUNDS
     from tokenweave.models import read_config
 

@@ -62,9 +62,10 @@ def add_parser(kinds: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures; 0, or 1 if an engine failed."""
-    from tokenweave.bench import vllm_configurations as configurations
-    from tokenweave.bench.vllm import VllmBench
-    from tokenweave.bench.vllm_report import plot, text
+    from tokenweave.bench.vllm import configurations
+    from tokenweave.bench.vllm.bench import VllmBench
+    from tokenweave.bench.vllm.plots import plot
+    from tokenweave.bench.vllm.report import text
 
     names = _check(args)
     if args.plot is not None:
@@ -88,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace, names: tuple[str, ...], folder: Path, dummy: bool) -> Any:
     """``bench.vllm.Config`` of the arguments."""
-    from tokenweave.bench.vllm import Config
-    from tokenweave.bench.vllm_configurations import attention_heads, model_context
+    from tokenweave.bench.vllm.bench import Config
+    from tokenweave.bench.vllm.configurations import attention_heads, model_context
 
     heads, _ = attention_heads(folder)
     if heads % args.tp:
@@ -169,7 +170,7 @@ def _trace(name: str, args: argparse.Namespace, longest: int) -> Trace:
 
 def _check(args: argparse.Namespace) -> tuple[str, ...]:
     """The configurations; refuses what can be refused before an engine starts."""
-    from tokenweave.bench.vllm_configurations import CONFIGURATIONS
+    from tokenweave.bench.vllm.configurations import CONFIGURATIONS
     from tokenweave.doctor_vllm import VLLM_INSTALL, installed_vllm, plugin_is_visible
 
     asked = args.configs.split(",")

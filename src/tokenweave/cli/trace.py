@@ -13,10 +13,10 @@ from tokenweave.cli.bench_latency import model_of
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
-    from tokenweave.bench.latency_steps import PrefillSteps, Variant
+    from tokenweave.bench.latency.steps import PrefillSteps, Variant
     from tokenweave.bench.launch import Rank
-    from tokenweave.bench.trace import Recorder
-    from tokenweave.bench.trace_events import Span
+    from tokenweave.bench.trace.events import Span
+    from tokenweave.bench.trace.record import Recorder
 
 _MODES = ("sequential", "fused", "woven", "auto", "no_comm")
 _VALUES = ("model", "tokens", "mode", "tp", "out", "layers", "layer", "dtype", "seed", "device", "time_limit")
@@ -60,18 +60,19 @@ def run(args: argparse.Namespace) -> int:
 def _run_rank(args: argparse.Namespace) -> int:
     import torch
 
-    from tokenweave.bench import launch, trace
-    from tokenweave.bench.latency_steps import PrefillSteps
+    from tokenweave.bench import launch
+    from tokenweave.bench.latency.steps import PrefillSteps
+    from tokenweave.bench.trace import record
     from tokenweave.planning import Planner
 
     with launch.joined(args.device) as me, torch.inference_mode():
-        trace.prepare()
+        record.prepare()
         model = model_of(args, me.rank, me.ranks, me.group, me.device)
         tokens = int(args.tokens)
-        steps = PrefillSteps(model, tokens, me.group, me.device, args.seed, wrap=trace.annotated)
+        steps = PrefillSteps(model, tokens, me.group, me.device, args.seed, wrap=record.annotated)
         planner = Planner(model.config, "cpu" if args.device == "cpu" else None, me.ranks, steps.workspace.transport)
         variant = _variant(steps, planner, args.mode, tokens)
-        recorder = trace.Recorder(me.group, me.device)
+        recorder = record.Recorder(me.group, me.device)
         recordings = _recorded(variant, recorder, me, args)
         waiting = {name: recorder.waiting_ms(spans) for name, spans in recordings.items()}
         if me.rank == 0:
@@ -82,7 +83,7 @@ def _run_rank(args: argparse.Namespace) -> int:
 
 
 def _variant(steps: PrefillSteps, planner: Any, mode: str, tokens: int) -> Variant:
-    from tokenweave.bench.latency_steps import norm_alone
+    from tokenweave.bench.latency.steps import norm_alone
     from tokenweave.planning import Mode, Plan
 
     if mode == "no_comm":
@@ -97,7 +98,7 @@ def _recorded(variant: Variant, recorder: Recorder, me: Rank, args: argparse.Nam
     import torch
 
     from tokenweave.bench.timing import GraphClock
-    from tokenweave.bench.trace_events import tagged
+    from tokenweave.bench.trace.events import tagged
 
     def path(name: str) -> Path:
         return Path(args.out) / f"rank{me.rank}-{name}.json.gz"
@@ -134,9 +135,9 @@ def _report(
     """Pictures, summary.json, and both in words."""
     import torch
 
-    from tokenweave.bench.latency_report import plan_json
-    from tokenweave.bench.trace_events import layer_of, summary
-    from tokenweave.bench.trace_picture import draw_layer
+    from tokenweave.bench.latency.report import plan_json
+    from tokenweave.bench.trace.events import layer_of, summary
+    from tokenweave.bench.trace.picture import draw_layer
 
     layer = layers // 2 if args.layer is None else args.layer
     gpu = torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "CPU"

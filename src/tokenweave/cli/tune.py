@@ -135,7 +135,7 @@ def _tune(args: argparse.Namespace, me: Rank, began: float) -> None:
 def _verify(args: argparse.Namespace, me: Rank) -> None:
     """Steps of a few layers in every mode, as `tokenweave bench latency` runs them, beside their predictions."""
     from tokenweave.bench import environment
-    from tokenweave.bench.latency import Config, LatencyBench
+    from tokenweave.bench.latency.bench import Config, LatencyBench
     from tokenweave.bench.timing import GraphClock
     from tokenweave.models import read_config
     from tokenweave.models.dummy import dummy_model

@@ -63,7 +63,7 @@ class Check:
 
 
 def checks(result: Mapping[str, Any], planner: Planner) -> list[Check]:
-    """A :mod:`tokenweave.bench.latency` result, beside what its planner predicts.
+    """A :mod:`tokenweave.bench.latency.bench` result, beside what its planner predicts.
 
     Args:
         result: of the modes sequential (NCCL's all-reduce among them), fused, woven, auto and no_comm.

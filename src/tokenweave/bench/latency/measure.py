@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
-from tokenweave.bench.latency_steps import BOUNDS, Variant
+from tokenweave.bench.latency.steps import BOUNDS, Variant
 
 _HOST_SAMPLES = 5
 # Of final rows against sequential's, in the Euclidean norm: bf16 with sums in another order drifts by some percent over

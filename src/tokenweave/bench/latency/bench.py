@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
-from tokenweave.bench.latency_measure import final_rows, host_ms, sustained
-from tokenweave.bench.latency_profile import profiled
-from tokenweave.bench.latency_report import Measured, finish, rows_of
-from tokenweave.bench.latency_sequential import BASELINES, SequentialSteps
-from tokenweave.bench.latency_steps import PrefillSteps, Variant, norm_alone
-from tokenweave.bench.latency_sweep import swept_fused, swept_woven
+from tokenweave.bench.latency.measure import final_rows, host_ms, sustained
+from tokenweave.bench.latency.profile import profiled
+from tokenweave.bench.latency.report import Measured, finish, rows_of
+from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
+from tokenweave.bench.latency.steps import PrefillSteps, Variant, norm_alone
+from tokenweave.bench.latency.sweep import swept_fused, swept_woven
 from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank
 from tokenweave.engine.collectives import check
 from tokenweave.models import Model
@@ -45,7 +45,7 @@ class Config:
         rounds: of paired samples, at least 20. seed: of token ids and of the order of modes.
         sweep: try cuts, thread blocks, clusters and SM budgets for fused and woven, instead of the planner's alone.
         sustain: seconds of back-to-back replays a mode, for power and energy; 0 for none.
-        baselines: some of :data:`tokenweave.bench.latency_sequential.BASELINES`, for the sequential step.
+        baselines: some of :data:`tokenweave.bench.latency.sequential.BASELINES`, for the sequential step.
         profile: run every mode once more under torch.profiler, when all times are taken.
         json: written after every size; None for nowhere.
     """

@@ -37,7 +37,7 @@ class EngineProcess:
         time_limit: seconds for its start, and for each command.
 
     Attributes:
-        ready: what the engine said of itself, see :mod:`tokenweave.bench.vllm_engine`; empty before :meth:`wait_ready`.
+        ready: what the engine said of itself, see :mod:`tokenweave.bench.vllm.engine`; empty before :meth:`wait_ready`.
         log: what it and its workers printed.
     """
 
@@ -59,7 +59,7 @@ class EngineProcess:
         self._replies, theirs = os.pipe()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tokenweave.bench.vllm_engine", str(settings), str(theirs)],
+                [sys.executable, "-m", "tokenweave.bench.vllm.engine", str(settings), str(theirs)],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=log,

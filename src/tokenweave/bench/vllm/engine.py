@@ -1,8 +1,8 @@
 """One vLLM engine that replays requests on command: the program that a benchmark starts for each configuration.
 
-``python -m tokenweave.bench.vllm_engine ARGUMENTS.json FD`` starts the engine that vLLM's server runs, without the HTTP in
-front, and writes one JSON line to the file descriptor when it is ready. Then each line on its standard input is a command,
-and each is answered by a line. The end of its input ends it, so that it never outlives the benchmark.
+``python -m tokenweave.bench.vllm.engine ARGUMENTS.json FD`` starts the engine that vLLM's server runs, without the HTTP
+in front, and writes one JSON line to the file descriptor when it is ready. Then each line on its standard input is a
+command, and each is answered by a line. The end of its input ends it, so that it never outlives the benchmark.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Variant:
     """One way to run the step.
 
     Attributes:
-        mode: of :data:`tokenweave.bench.latency.MODES`, or "compute". name: within the mode.
+        mode: of :data:`tokenweave.bench.latency.bench.MODES`, or "compute". name: within the mode.
         plan: None where the planner knows no such thing.
         walk: all of its launches; gives the final rows, [1, hidden].
     """

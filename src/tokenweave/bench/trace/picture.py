@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenweave.bench.plots import require_matplotlib
-from tokenweave.bench.trace_events import Kind, Span
+from tokenweave.bench.trace.events import Kind, Span
 
 _COLOURS: dict[Kind, str] = {
     "GEMM": "#4477aa",
@@ -24,7 +24,7 @@ def draw_layer(spans: Sequence[Span], title: str, paths: Sequence[Path]) -> None
     """Writes the picture once for each path; the format is the file name's.
 
     Args:
-        spans: as :func:`tokenweave.bench.trace_events.layer_of` gives them.
+        spans: as :func:`tokenweave.bench.trace.events.layer_of` gives them.
     """
     require_matplotlib()
     from matplotlib.figure import Figure

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tokenweave.bench.trace_events import COLLECTIVE, COMPUTE, Span, cpu_spans, gpu_spans
+from tokenweave.bench.trace.events import COLLECTIVE, COMPUTE, Span, cpu_spans, gpu_spans
 from tokenweave.stages import Epilogue, Split, Stage
 from tokenweave.weave import Collective
 

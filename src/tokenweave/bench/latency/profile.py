@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenweave.bench import trace
-from tokenweave.bench.latency_steps import Variant
-from tokenweave.bench.trace_events import summary
+from tokenweave.bench.latency.steps import Variant
+from tokenweave.bench.trace import record
+from tokenweave.bench.trace.events import summary
 
 
 def profiled(
@@ -28,11 +28,11 @@ def profiled(
         captured: gives a variant's graph. They are captured anew, because CUPTI has to be there before.
 
     Returns:
-        tokens -> mode -> as :func:`tokenweave.bench.trace_events.summary`, of this rank, and ``waiting_ms`` of all ranks.
+        tokens -> mode -> as :func:`tokenweave.bench.trace.events.summary`, of this rank, and all ranks' ``waiting_ms``.
         The times are a traced step's, a little longer than others: shares of ``span_ms`` are what they are for.
     """
-    trace.prepare()
-    recorder = trace.Recorder(group, device)
+    record.prepare()
+    recorder = record.Recorder(group, device)
     result: dict[int, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for tokens, variants in chosen.items():

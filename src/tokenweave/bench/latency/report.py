@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenweave.bench.environment import machine_line
-from tokenweave.bench.latency_steps import Variant
+from tokenweave.bench.latency.steps import Variant
 from tokenweave.bench.timing import Estimate, median_estimate, ratio_estimate
 from tokenweave.planning import Plan
 
@@ -19,7 +19,7 @@ class Measured:
     Attributes:
         chosen: mode -> its fastest variant.
         times: variant's key -> us of all rounds, on the slowest rank. host, errors: by the same keys.
-        clocks: during the rounds. sustained: mode -> as :func:`tokenweave.bench.latency_measure.sustained`, or None.
+        clocks: during the rounds. sustained: mode -> as :func:`tokenweave.bench.latency.measure.sustained`, or None.
     """
 
     tokens: int

@@ -180,5 +180,5 @@ def model_context(folder: Path) -> int:
 
 def python_path() -> str:
     """PYTHONPATH for a child that has to import this package as this process does."""
-    here = str(Path(__file__).parents[2])
+    here = str(Path(__file__).parents[3])
     return os.pathsep.join(dict.fromkeys([here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))

@@ -13,7 +13,7 @@ Kind = Literal["GEMM", "attention", "collective", "norm", "other"]
 Lane = Literal["compute", "communication"]
 
 COMPUTE, COLLECTIVE = "compute ", "collective "
-"""What annotations of :func:`tokenweave.bench.trace.annotated` begin with; the stage and the split follow."""
+"""What annotations of :func:`tokenweave.bench.trace.record.annotated` begin with; the stage and the split follow."""
 
 # The first that matches. Names are those of our kernels and of torch's, NCCL's, cuBLAS's and FlashInfer's.
 _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (

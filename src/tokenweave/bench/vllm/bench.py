@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from tokenweave.bench import vllm_configurations as configurations
 from tokenweave.bench.environment import Monitor
-from tokenweave.bench.vllm_process import EngineFailed, EngineProcess
-from tokenweave.bench.vllm_report import finish, served
+from tokenweave.bench.vllm import configurations
+from tokenweave.bench.vllm.process import EngineFailed, EngineProcess
+from tokenweave.bench.vllm.report import finish, served
 from tokenweave.simulation import Trace
 
 _WARM_PREFILLS = 4  # TokenWeave runs a new size as stock, then launch by launch, and makes a graph at the third
@@ -43,7 +43,7 @@ class Config:
 
     Attributes:
         model: its name, for the result. folder: where its config.json is.
-        tp: ranks. configurations: some of ``vllm_configurations.CONFIGURATIONS``, in this order.
+        tp: ranks. configurations: some of ``configurations.CONFIGURATIONS``, in this order.
         engine: arguments that all engines share.
         tokens: of the prompts whose prefill is measured. batches: requests that decode at once.
         context: tokens before a decoding request's first. steps: tokens that it makes.

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tokenweave.bench import report
-from tokenweave.bench.implementations import Family, Fixture, Implementation, Prepared, Skipped
+from tokenweave.bench.kernel import report
+from tokenweave.bench.kernel.implementations import Family, Fixture, Implementation, Prepared, Skipped
 from tokenweave.bench.timing import median_estimate, paired_rounds, ratio_estimate, slowest_rank
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue

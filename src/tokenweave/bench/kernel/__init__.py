@@ -1,0 +1,1 @@
+"""The fused collective against its rivals: ``tokenweave bench kernel``; and its kernels one at a time, for profilers."""

@@ -1,0 +1,1 @@
+"""Prefill steps of a whole model in every mode: ``tokenweave bench latency``."""

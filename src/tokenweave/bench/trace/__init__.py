@@ -1,0 +1,1 @@
+"""One step as torch.profiler sees it: ``tokenweave trace``."""

@@ -1,0 +1,1 @@
+"""vLLM with and without TokenWeave: ``tokenweave bench vllm``."""
