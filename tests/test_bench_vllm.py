@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tokenweave import doctor_vllm
 from tokenweave.bench import environment
 from tokenweave.bench.vllm import configurations
 from tokenweave.bench.vllm.configurations import arguments_of, config_json, environment_of, graph_sizes, model_folder
@@ -21,7 +20,8 @@ from tokenweave.bench.vllm.process import EngineFailed, EngineProcess
 from tokenweave.bench.vllm.report import compare, finish, percentiles
 from tokenweave.cli import bench_vllm
 from tokenweave.cli.main import main
-from tokenweave.doctor_vllm import Vllm
+from tokenweave.doctor import vllm as doctor_vllm
+from tokenweave.doctor.vllm import Vllm
 from tokenweave.errors import RequestError
 from tokenweave.models.config import builtin_names, read_config
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokenweave import doctor
 from tokenweave.cli.doctor import text
 from tokenweave.cli.main import main
 from tokenweave.collective import workspace
+from tokenweave.doctor import machine
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -31,8 +31,8 @@ def _choose(asked, device, world_size):
     return ("p2p", "the GPUs reach each other's memory") if world_size > 1 else ("torch", "p2p needs NVIDIA GPUs")
 
 
-def _gpus(count: int, *, capability=(9, 0), multicast=True) -> tuple[doctor.Gpu, ...]:
-    return tuple(doctor.Gpu(i, "NVIDIA H200", capability, 132, 143_771 << 20, multicast) for i in range(count))
+def _gpus(count: int, *, capability=(9, 0), multicast=True) -> tuple[machine.Gpu, ...]:
+    return tuple(machine.Gpu(i, "NVIDIA H200", capability, 132, 143_771 << 20, multicast) for i in range(count))
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ def two_h200(monkeypatch):
         nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
     )
     fake = SimpleNamespace(__version__="2.11.0+cu130", version=SimpleNamespace(cuda="13.0"), cuda=cuda)
-    monkeypatch.setattr(doctor, "_torch", lambda: (fake, ""))
-    monkeypatch.setattr(doctor, "_backends", lambda torch: ["gloo", "nccl 2.28.9"])
-    monkeypatch.setattr(doctor, "_multicast", lambda index: True)
-    monkeypatch.setattr(doctor, "_nvidia_smi", lambda *args: TOPOLOGY if args[0] == "topo" else "580.159.04\n")
+    monkeypatch.setattr(machine, "_torch", lambda: (fake, ""))
+    monkeypatch.setattr(machine, "_backends", lambda torch: ["gloo", "nccl 2.28.9"])
+    monkeypatch.setattr(machine, "_multicast", lambda index: True)
+    monkeypatch.setattr(machine, "nvidia_smi", lambda *args: TOPOLOGY if args[0] == "topo" else "580.159.04\n")
     monkeypatch.setattr(workspace, "choose_transport", _choose)
     for name in ("CUDA_VISIBLE_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
@@ -87,33 +87,33 @@ def test_a_damaged_torch_is_a_problem_and_no_crash(monkeypatch, capsys):
     def damaged(name):
         raise OSError("libtorch.so: cannot open shared object file")
 
-    monkeypatch.setattr(doctor.importlib, "import_module", damaged)
-    report = doctor.examine()
+    monkeypatch.setattr(machine.importlib, "import_module", damaged)
+    report = machine.examine()
     assert report.broken
     assert "torch does not import: OSError: libtorch.so" in text(report)
 
 
 def test_missing_packages_are_named_with_the_command_that_gets_them(monkeypatch):
-    version = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("gguf", "tqdm") else version(name))
-    report = doctor.examine()
+    version = machine.version_of
+    monkeypatch.setattr(machine, "version_of", lambda name: None if name in ("gguf", "tqdm") else version(name))
+    report = machine.examine()
     assert report.broken
     assert "PROBLEM: missing: gguf, tqdm\n    pip install 'gguf>=0.10' 'tqdm>=4.64'" in text(report)
 
 
 def test_sources_that_are_not_installed(monkeypatch):
     def missing(name):
-        raise doctor.importlib.metadata.PackageNotFoundError(name)
+        raise machine.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(doctor.importlib.metadata, "requires", missing)
-    report = doctor.examine()
+    monkeypatch.setattr(machine.importlib.metadata, "requires", missing)
+    report = machine.examine()
     assert not report.broken
     assert "packages    unknown" in text(report)
     assert "hint: this package is imported from its sources" in text(report)
 
 
 def test_two_gpus(two_h200):
-    report = doctor.examine()
+    report = machine.examine()
     shown = text(report)
     assert "GPU 1       NVIDIA H200, sm_90, 132 SMs, 128 GiB" in shown
     assert "GPU 0-1     peer access, 18 NVLinks" in shown
@@ -124,28 +124,28 @@ def test_two_gpus(two_h200):
 
 
 def test_gpu_packages_are_asked_for_only_where_there_are_gpus(two_h200, monkeypatch):
-    version = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if "cuda" in name else version(name))
-    report = doctor.examine()
+    version = machine.version_of
+    monkeypatch.setattr(machine, "version_of", lambda name: None if "cuda" in name else version(name))
+    report = machine.examine()
     (advice,) = report.advice
-    assert report.transport == doctor.Verdict("torch", "p2p needs cuda-core, cuda-bindings, nvidia-cuda-nvrtc")
+    assert report.transport == machine.Verdict("torch", "p2p needs cuda-core, cuda-bindings, nvidia-cuda-nvrtc")
     assert advice.remedy.startswith("pip install 'cuda-core>=")
     assert not report.broken
 
 
 def test_gpus_that_cannot_reach_each_other(two_h200):
-    fake, _ = doctor._torch()
+    fake, _ = machine._torch()
     fake.cuda.can_device_access_peer = lambda a, b: False
-    report = doctor.examine()
-    assert report.transport == doctor.Verdict("torch", "GPUs 0 and 1 cannot reach each other's memory")
+    report = machine.examine()
+    assert report.transport == machine.Verdict("torch", "GPUs 0 and 1 cannot reach each other's memory")
     assert "GPU 0-1     no peer access" in text(report)
 
 
 def test_a_cpu_build_of_torch_beside_a_driver_is_pointed_out(two_h200, monkeypatch):
-    fake, _ = doctor._torch()
+    fake, _ = machine._torch()
     fake.cuda.device_count = lambda: 0
     fake.version.cuda = None
-    assert "torch is a build without CUDA" in text(doctor.examine())
+    assert "torch is a build without CUDA" in text(machine.examine())
 
 
 @pytest.mark.parametrize(
@@ -162,15 +162,15 @@ def test_a_cpu_build_of_torch_beside_a_driver_is_pointed_out(two_h200, monkeypat
     ],
 )
 def test_multicast_or_not_and_why(gpus, environment, value, why):
-    verdict = doctor.judge_multicast(gpus, environment)
+    verdict = machine.judge_multicast(gpus, environment)
     assert verdict.value == value
     assert why in verdict.why
 
 
 def test_topology_as_nvidia_smi_prints_it():
-    links = doctor.parse_topology(TOPOLOGY)
+    links = machine.parse_topology(TOPOLOGY)
     assert links[0, 1] == links[1, 0] == 18
     assert links[1, 2] == 4
     assert links[0, 2] == 0
     assert (0, 0) not in links
-    assert doctor.parse_topology("") == {}
+    assert machine.parse_topology("") == {}

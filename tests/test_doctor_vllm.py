@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tokenweave import doctor_vllm
 from tokenweave.cli.doctor import vllm_text
 from tokenweave.cli.main import main
-from tokenweave.doctor_vllm import Vllm, examine_vllm
+from tokenweave.doctor import vllm as doctor_vllm
+from tokenweave.doctor.vllm import Vllm, examine_vllm
 from tokenweave.errors import ModelError, RequestError
 
 LLAMA = {

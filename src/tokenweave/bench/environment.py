@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import importlib.metadata
 import os
 import subprocess
 import time
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 
-from tokenweave import doctor
+from tokenweave.doctor.machine import examine, nvidia_smi, version_of
 
 
 def describe() -> dict[str, Any]:
     """The machine as JSON-ready values; None where it cannot be read. Creates nothing on a GPU; takes a second or two."""
-    report = doctor.examine()
-    limits = _nvidia_smi("power.limit,clocks.max.sm,clocks.max.mem")
+    report = examine()
+    limits = _cells("power.limit,clocks.max.sm,clocks.max.mem")
     power, sm, memory = (_number(cell) for cell in limits[0]) if limits else (None, None, None)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -31,7 +30,7 @@ def describe() -> dict[str, Any]:
         "cuda": report.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if report.gpus else None,
         "driver": report.driver,
-        "packages": {**report.cuda_packages, **{name: _version(name) for name in ("flashinfer-python", "triton")}},
+        "packages": {**report.cuda_packages, **{name: version_of(name) for name in ("flashinfer-python", "triton")}},
         "gpus": [gpu.name for gpu in report.gpus],
         "sms": report.gpus[0].sms if report.gpus else None,
         "nvlinks": [link.nvlinks for link in report.links],
@@ -92,7 +91,7 @@ class Monitor:
             self._reasons.append(self._limits())
         elif time.monotonic() >= self._next:
             self._next = time.monotonic() + 2.0
-            rows = _nvidia_smi("clocks.sm,power.draw,temperature.gpu", self._uuid)
+            rows = _cells("clocks.sm,power.draw,temperature.gpu", self._uuid)
             values = [_number(cell) for cell in rows[0]] if rows else []
             if len(values) == 3 and None not in values:
                 self._samples.append((float(values[0] or 0), float(values[1] or 0), float(values[2] or 0)))
@@ -134,14 +133,11 @@ class Monitor:
         return taken
 
 
-def _nvidia_smi(fields: str, gpu: str | None = None) -> list[list[str]]:
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", *(("-i", gpu) if gpu else ())]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+def _cells(fields: str, gpu: str | None = None) -> list[list[str]]:
+    """nvidia-smi's answer, a row a GPU; no rows where there is none."""
+    which = ("-i", gpu) if gpu else ()
+    answer = nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits", *which)
+    return [[cell.strip() for cell in line.split(",")] for line in (answer or "").splitlines() if line.strip()]
 
 
 def _number(cell: str) -> float | None:
@@ -149,13 +145,6 @@ def _number(cell: str) -> float | None:
         return float(cell)
     except ValueError:
         return None  # "[N/A]"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

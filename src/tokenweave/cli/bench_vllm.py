@@ -142,7 +142,7 @@ def _config(args: argparse.Namespace, names: tuple[str, ...], folder: Path, dumm
 
 def _kv_gib(args: argparse.Namespace) -> float | None:
     """KV cache of a rank; None: vLLM's choice."""
-    from tokenweave.doctor_vllm import installed_vllm
+    from tokenweave.doctor.vllm import installed_vllm
 
     if args.kv_gib is not None or not args.together:
         return args.kv_gib
@@ -171,7 +171,7 @@ def _trace(name: str, args: argparse.Namespace, longest: int) -> Trace:
 def _check(args: argparse.Namespace) -> tuple[str, ...]:
     """The configurations; refuses what can be refused before an engine starts."""
     from tokenweave.bench.vllm.configurations import CONFIGURATIONS
-    from tokenweave.doctor_vllm import VLLM_INSTALL, installed_vllm, plugin_is_visible
+    from tokenweave.doctor.vllm import VLLM_INSTALL, installed_vllm, plugin_is_visible
 
     asked = args.configs.split(",")
     if unknown := [name for name in asked if name not in CONFIGURATIONS]:

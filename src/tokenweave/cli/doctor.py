@@ -8,11 +8,11 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.doctor import Report, examine
+from tokenweave.doctor.machine import Report, examine
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
-    from tokenweave.doctor_vllm import VllmReport
+    from tokenweave.doctor.vllm import VllmReport
 
 
 def add_parser(subparsers: Any) -> None:
@@ -62,7 +62,7 @@ def text(report: Report) -> str:
 
 
 def _run_vllm(args: argparse.Namespace) -> int:
-    from tokenweave.doctor_vllm import examine_vllm
+    from tokenweave.doctor.vllm import examine_vllm
 
     if args.tp < 1:
         raise RequestError(f"--tp {args.tp}; expected at least 1")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import subprocess
 from pathlib import Path
 
 import torch
 
+from tokenweave.doctor.machine import nvidia_smi
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.sm_budget import cublas_library
 from tokenweave.planning.profile_table import Identity, shape_of
@@ -43,11 +43,7 @@ def _driver() -> str:
     """The kernel module's version, without starting a process where the file says it."""
     if _VERSION_FILE.exists() and (version := driver_version(_VERSION_FILE.read_text())):
         return version
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        lines = []
+    lines = (nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
     return lines[0] if lines else "unknown"
 
 

@@ -102,13 +102,13 @@ def examine() -> Report:
         advice.append(
             Advice("this package is imported from its sources, so what it needs is unknown", "pip install -e .")
         )
-    packages = {name: _version(name) for name in required if name != "torch"}
-    cuda_packages = {name: _version(name) for name in for_cuda}
+    packages = {name: version_of(name) for name in required if name != "torch"}
+    cuda_packages = {name: version_of(name) for name in for_cuda}
     missing = [name for name, version in packages.items() if version is None]
     if missing:
         advice.append(Advice(f"missing: {', '.join(missing)}", _install(missing, required), True))
 
-    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     driver = driver.split()[0] if driver and driver.split() else None
     torch, why_not = _torch()
     backends: list[str] = []
@@ -212,7 +212,8 @@ def judge_transport(report: Report) -> Verdict:
     return Verdict(value, why)
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package, by its metadata; None where it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -274,7 +275,7 @@ def _links(torch: Any) -> tuple[Link, ...]:
     count = torch.cuda.device_count()
     if count < 2:
         return ()
-    nvlinks = parse_topology(_nvidia_smi("topo", "-m") or "") if "CUDA_VISIBLE_DEVICES" not in os.environ else {}
+    nvlinks = parse_topology(nvidia_smi("topo", "-m") or "") if "CUDA_VISIBLE_DEVICES" not in os.environ else {}
     return tuple(
         Link(a, b, torch.cuda.can_device_access_peer(a, b), nvlinks.get((a, b)))
         for a, b in itertools.combinations(range(count), 2)
@@ -297,7 +298,8 @@ def parse_topology(table: str) -> dict[tuple[int, int], int]:
     return links
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
+def nvidia_smi(*arguments: str) -> str | None:
+    """What it prints; None where there is none, where it fails or takes longer than 20 seconds."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

