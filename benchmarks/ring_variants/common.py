@@ -1,0 +1,109 @@
+"""What the probes of the ring kernel share: other sources, one collective with few blocks as a graph, times in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from tokenweave.collective import Workspace, fused_allreduce_rmsnorm, launch
+from tokenweave.collective import compile as compiler
+
+HIDDEN = 4096
+
+_kept: list[torch.Tensor] = []
+
+
+@contextlib.contextmanager
+def changed_sources(line: str, instead: str) -> Iterator[None]:
+    """Kernels that are loaded now are compiled from sources with another line."""
+    before = compiler.SOURCES, os.environ.get("TOKENWEAVE_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        sources = Path(folder) / "csrc"
+        shutil.copytree(compiler.SOURCES, sources)
+        text = (sources / "twoshot_ring.cu").read_text()
+        assert text.count(line) == 1, "the source has changed: update this probe"
+        (sources / "twoshot_ring.cu").write_text(text.replace(line, instead))
+        compiler.SOURCES = sources
+        os.environ["TOKENWEAVE_CACHE"] = folder
+        _forget_kernels()
+        try:
+            yield
+        finally:
+            compiler.SOURCES = before[0]
+            os.environ.pop("TOKENWEAVE_CACHE")
+            if before[1] is not None:
+                os.environ["TOKENWEAVE_CACHE"] = before[1]
+            _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    compiler._sources.cache_clear()
+    launch.loaded.cache_clear()
+
+
+def collective(workspace: Workspace, start: int, tokens: int, ctas: int) -> torch.Tensor:
+    """The two-shot collective of rows ``start`` to ``start + tokens`` with ``ctas`` blocks; its rows."""
+    x = workspace.buffer(tokens, start=start)
+    residual, weight = inputs(workspace)
+    return fused_allreduce_rmsnorm(x, residual[start : start + tokens], weight, 1e-5, workspace, ctas=ctas)[0]
+
+
+def inputs(workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual, weight): the same each time, so that graphs hold the same memory."""
+    if not _kept:
+        generator = torch.Generator(workspace.device).manual_seed(1)
+        residual = torch.randn(16384, HIDDEN, device=workspace.device, generator=generator).bfloat16()
+        _kept.extend((residual, torch.ones(HIDDEN, device=workspace.device).bfloat16()))
+    return _kept[0], _kept[1]
+
+
+def result_of(workspace: Workspace, graph: torch.cuda.CUDAGraph, tokens: int) -> torch.Tensor:
+    """The rows of one replay from fixed inputs."""
+    generator = torch.Generator(workspace.device).manual_seed(2 + workspace.rank)
+    workspace.buffer(16384).normal_(generator=generator)
+    residual, _ = inputs(workspace)
+    residual.normal_(generator=torch.Generator(workspace.device).manual_seed(3))
+    dist.barrier(workspace.group)
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier(workspace.group)
+    return workspace.buffer(tokens).clone()
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """``run`` as a graph, with the kernels that are loaded now."""
+    run()  # compiles
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph
+
+
+def timed(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+    """Microseconds of each, median of 15 rounds of 3 replays in a row."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(15):
+        for name, graph in graphs.items():
+            dist.barrier()
+            torch.cuda.synchronize()
+            graph.replay()  # removes the ranks' skew
+            begin.record()
+            for _ in range(3):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) / 3 * 1e3)
+    medians = torch.tensor([median(times[name]) for name in graphs], device="cuda")
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+    return dict(zip(graphs, medians.tolist(), strict=True))
