@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from tokenweave.bench.latency.steps import PrefillSteps, norm_alone
+from tokenweave.bench.steps import PrefillSteps, norm_alone
 from tokenweave.bench.trace.events import Span, gpu_spans, kind_of, layer_of, summary, tagged, union_us
 from tokenweave.bench.trace.record import Recorder, annotated
 from tokenweave.cli.main import main

@@ -4,6 +4,7 @@ bootstrap intervals of their ratios. Figures from different loops are never comp
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from tokenweave.cuda_graph import capturing
 from tokenweave.errors import RequestError
 
 MIN_ROUNDS = 20
-_SLEEP_CYCLES = 500_000  # about 0.25 ms on H200: the host queues a whole sample behind it
+SLEEP_CYCLES = 500_000  # about 0.25 ms on H200: the host queues a whole sample behind it
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,20 @@ def slowest_rank(
     return dict(zip(times, table.tolist(), strict=True))
 
 
+def host_seconds(call: Callable[[], object], samples: int, group: dist.ProcessGroup | None) -> list[float]:
+    """Seconds that the host needs to issue ``call``, with idle GPUs, from the same moment on all ranks. Collective."""
+    found = []
+    for _ in range(samples):
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return found
+
+
 class GraphClock:
     """Captures chains of calls as CUDA graphs and times their replay, started together on all ranks.
 
@@ -115,7 +130,7 @@ class GraphClock:
         first call is not a wait for another rank's host.
         """
         reset()
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        torch.cuda._sleep(SLEEP_CYCLES)
         dist.all_reduce(self._meet, group=self._group)
         self._start.record()
         graph.replay()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from tokenweave.cli.bench_latency import model_of
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
-    from tokenweave.bench.latency.steps import PrefillSteps, Variant
+    from tokenweave.bench.steps import PrefillSteps, Variant
     from tokenweave.bench.launch import Rank
     from tokenweave.bench.trace.events import Span
     from tokenweave.bench.trace.record import Recorder
@@ -61,7 +60,7 @@ def _run_rank(args: argparse.Namespace) -> int:
     import torch
 
     from tokenweave.bench import launch
-    from tokenweave.bench.latency.steps import PrefillSteps
+    from tokenweave.bench.steps import PrefillSteps
     from tokenweave.bench.trace import record
     from tokenweave.planning import Planner
 
@@ -83,7 +82,7 @@ def _run_rank(args: argparse.Namespace) -> int:
 
 
 def _variant(steps: PrefillSteps, planner: Any, mode: str, tokens: int) -> Variant:
-    from tokenweave.bench.latency.steps import norm_alone
+    from tokenweave.bench.steps import norm_alone
     from tokenweave.planning import Mode, Plan
 
     if mode == "no_comm":
@@ -136,6 +135,7 @@ def _report(
     import torch
 
     from tokenweave.bench.latency.report import plan_json
+    from tokenweave.bench.result import write_result
     from tokenweave.bench.trace.events import layer_of, summary
     from tokenweave.bench.trace.picture import draw_layer
 
@@ -174,7 +174,7 @@ def _report(
             f"{name}: {figures['span_ms']:.3f} ms, busy {figures['busy_ms']:.3f}, collectives hidden "
             f"{figures['hidden_ms']:.3f}; {kinds}; waiting of each rank: {waits}"
         )
-    (Path(args.out) / "summary.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_result(result, Path(args.out) / "summary.json")
     print(
         f"written to {args.out}: traces for https://ui.perfetto.dev, pictures of layer {layer}, summary.json",
         file=sys.stderr,

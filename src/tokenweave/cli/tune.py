@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import sys
 import time
 from pathlib import Path
@@ -136,6 +135,7 @@ def _verify(args: argparse.Namespace, me: Rank) -> None:
     """Steps of a few layers in every mode, as `tokenweave bench latency` runs them, beside their predictions."""
     from tokenweave.bench import environment
     from tokenweave.bench.latency.bench import Config, LatencyBench
+    from tokenweave.bench.result import write_result
     from tokenweave.bench.timing import GraphClock
     from tokenweave.models import read_config
     from tokenweave.models.dummy import dummy_model
@@ -186,7 +186,7 @@ def _verify(args: argparse.Namespace, me: Rank) -> None:
     if args.json is not None:
         kept = {"checks": [check.as_json() for check in found], "summary": summary(found)}
         kept |= {key: result[key] for key in ("environment", "config", "sweep", "rows", "wrong")}
-        args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        write_result(kept, args.json)
 
 
 def _tokens(args: argparse.Namespace) -> tuple[int, ...]:

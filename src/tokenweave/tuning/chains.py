@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from tokenweave.bench.timing import GraphClock
+from tokenweave.bench.timing import SLEEP_CYCLES, GraphClock, host_seconds
 
 Call = Callable[[], object]
 
@@ -18,7 +17,6 @@ CHAIN_US = 800.0  # what a chain should take: long against its start, short agai
 MIN_CALLS, MAX_CALLS = 3, 40
 SAMPLES = 5
 COVER = 1.6  # work beside a chain is made to last so many times the chain's estimate
-_SLEEP_CYCLES = 500_000  # about 0.25 ms on H200: the host queues a whole sample behind it
 _HEAD_START_CYCLES = 20_000  # about 10 us: the other work has its SMs before the clock starts
 
 
@@ -104,20 +102,11 @@ class Chains:
     def host_us(self, call: Call, parts: int) -> list[float]:
         """us of host time of each of ``parts`` parts of ``call``, with an idle GPU; samples."""
         call()
-        samples = []
-        for _ in range(SAMPLES):
-            torch.cuda.synchronize()
-            dist.barrier(self._group)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            samples.append((time.perf_counter() - began) * 1e6 / parts)
-        torch.cuda.synchronize()
-        return samples
+        return [seconds * 1e6 / parts for seconds in host_seconds(call, SAMPLES, self._group)]
 
     def _replay_beside(self, graph: torch.cuda.CUDAGraph, other: torch.cuda.CUDAGraph) -> tuple[float, float]:
         """us of one replay of ``graph`` while ``other`` runs; and of ``other`` from the same moment on."""
-        torch.cuda._sleep(_SLEEP_CYCLES)
+        torch.cuda._sleep(SLEEP_CYCLES)
         dist.all_reduce(self._meet, group=self._group)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):

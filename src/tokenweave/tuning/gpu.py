@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from tokenweave.bench.latency.steps import PrefillSteps
+from tokenweave.bench.steps import PrefillSteps
 from tokenweave.collective import allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.engine.batch import Chunk, splits_of

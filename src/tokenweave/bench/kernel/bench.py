@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import torch.distributed as dist
 
 from tokenweave.bench.kernel import report
 from tokenweave.bench.kernel.implementations import Family, Fixture, Implementation, Prepared, Skipped
+from tokenweave.bench.result import write_result
 from tokenweave.bench.timing import median_estimate, paired_rounds, ratio_estimate, slowest_rank
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
@@ -285,10 +284,7 @@ class KernelBench:
         if self.rank or path is None:
             return
         report.finish(self.result)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_result(self.result, path)
 
 
 class _Expected:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +23,9 @@ from tokenweave.bench.latency.measure import final_rows, host_ms, sustained
 from tokenweave.bench.latency.profile import profiled
 from tokenweave.bench.latency.report import Measured, finish, rows_of
 from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
-from tokenweave.bench.latency.steps import PrefillSteps, Variant, norm_alone
 from tokenweave.bench.latency.sweep import swept_fused, swept_woven
+from tokenweave.bench.result import write_result
+from tokenweave.bench.steps import PrefillSteps, Variant, norm_alone
 from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank
 from tokenweave.engine.collectives import check
 from tokenweave.models import Model
@@ -239,12 +238,8 @@ class LatencyBench:
         return sustained(graph, sorted(samples)[len(samples) // 2], self._config.sustain, self._group, self._monitor)
 
     def _write(self) -> None:
-        path = self._config.json
-        if path is None or self._workspace.rank:
-            return
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(self._result, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        if self._config.json is not None and self._workspace.rank == 0:
+            write_result(self._result, self._config.json)
 
 
 def _strongest(variants: Sequence[Variant], times: dict[str, list[float]]) -> dict[str, Variant]:

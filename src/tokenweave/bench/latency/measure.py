@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
-from tokenweave.bench.latency.steps import BOUNDS, Variant
+from tokenweave.bench.steps import BOUNDS, Variant
+from tokenweave.bench.timing import host_seconds
 
 _HOST_SAMPLES = 5
 # Of final rows against sequential's, in the Euclidean norm: bf16 with sums in another order drifts by some percent over
@@ -21,20 +22,8 @@ _TOLERANCE = 0.25
 
 def host_ms(variant: Variant, graph: torch.cuda.CUDAGraph, group: dist.ProcessGroup) -> dict[str, float]:
     """Milliseconds that the host needs to issue the step, by launches and as a graph; the GPU idles before."""
-
-    def median(call: Callable[[], object]) -> float:
-        samples = []
-        for _ in range(_HOST_SAMPLES):
-            torch.cuda.synchronize()
-            dist.barrier(group)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            call()
-            samples.append((time.perf_counter() - began) * 1e3)
-        torch.cuda.synchronize()
-        return sorted(samples)[_HOST_SAMPLES // 2]
-
-    return {"eager": median(variant.walk), "graph": median(graph.replay)}
+    calls = {"eager": variant.walk, "graph": graph.replay}
+    return {name: 1e3 * median(host_seconds(call, _HOST_SAMPLES, group)) for name, call in calls.items()}
 
 
 def final_rows(variants: Sequence[Variant]) -> tuple[dict[str, float | None], dict[str, str]]:

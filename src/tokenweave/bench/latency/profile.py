@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenweave.bench.latency.steps import Variant
+from tokenweave.bench.steps import Variant
 from tokenweave.bench.trace import record
 from tokenweave.bench.trace.events import summary
 

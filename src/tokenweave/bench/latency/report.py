@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenweave.bench.environment import machine_line
-from tokenweave.bench.latency.steps import Variant
+from tokenweave.bench.steps import Variant
 from tokenweave.bench.timing import Estimate, median_estimate, ratio_estimate
 from tokenweave.planning import Plan
 

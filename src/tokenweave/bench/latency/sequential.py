@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.flashinfer_fusion import FlashInferFusion
-from tokenweave.bench.latency.steps import PrefillSteps, Variant, norm_alone
+from tokenweave.bench.steps import PrefillSteps, Variant, norm_alone
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.models import Model
 from tokenweave.planning import Mode, Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from tokenweave.bench.latency.steps import PrefillSteps, Variant
+from tokenweave.bench.steps import PrefillSteps, Variant
 from tokenweave.planning import Mode, Plan
 
 _FIRST_GEMMS = ("qkv", "gate_up")  # of a stage: these start beside the other split's collective

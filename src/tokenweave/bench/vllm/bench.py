@@ -9,7 +9,6 @@ that were read minutes apart, which clocks and temperature tell apart too.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tokenweave.bench.environment import Monitor
+from tokenweave.bench.result import write_result
 from tokenweave.bench.vllm import configurations
 from tokenweave.bench.vllm.process import EngineFailed, EngineProcess
 from tokenweave.bench.vllm.report import finish, served
@@ -312,10 +312,7 @@ class VllmBench:
     def _write(self) -> dict[str, Any]:
         result = finish(self._result, self._samples, paired=self._config.together)
         if self._config.json is not None:
-            self._config.json.parent.mkdir(parents=True, exist_ok=True)
-            half = self._config.json.with_name(self._config.json.name + ".part")
-            half.write_text(json.dumps(result, indent=1))
-            os.replace(half, self._config.json)
+            write_result(result, self._config.json)
         return result
 
 
