@@ -38,7 +38,7 @@ def _args(*words):
         (("--tp", "1"), "--tp 1; expected 2 to 8"),
         (("--tp", "64"), "--tp 64; expected 2 to 8"),
         (("--max-tokens", "100"), "--max-tokens 100; expected at least 512"),
-        (("--seconds", "0"), "--seconds 0.0; expected more than 0"),
+        (("--seconds", "0"), "--seconds 0; expected a positive number"),
         (("--verify", "--layers", "0"), "--layers 0; expected at least 1"),
         (("--verify", "--tokens", "1,x"), "--tokens '1,x'; expected positive whole numbers"),
         (("--verify", "--tokens", "200000"), "--tokens 200000; the model's context is 131072"),

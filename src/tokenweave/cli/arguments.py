@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 from tokenweave.errors import RequestError
+
+PICTURES = (".svg", ".png", ".pdf")
+"""Endings of files that pictures are written to."""
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
@@ -14,3 +21,51 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     if not values or min(values) < 1:
         raise RequestError(f"{option} {text!r}; expected positive whole numbers separated by commas")
     return values
+
+
+def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
+    """RequestError, naming the option, for a file that cannot be written: before the work that it is for, not after.
+
+    Makes the folders that it is to be in.
+
+    Args:
+        path: None is fine: the option was not given.
+        endings: of the names that are allowed, such as :data:`PICTURES`; () for any.
+    """
+    if path is None:
+        return
+    if endings and path.suffix.lower() not in endings:
+        raise RequestError(f"{option} {path}; expected a name that ends in {', '.join(endings)}")
+    if path.is_dir():
+        raise RequestError(f"{option} {path}: it is a folder; expected a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "no permission to write to it")
+        if not path.exists():
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise RequestError(f"{option} {path}: it cannot be written: {error.strerror or error}") from None
+
+
+def check_folder(option: str, path: Path) -> None:
+    """The same for a folder of results, which is made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise RequestError(f"{option} {path}: no files can be written to it: {error.strerror or error}") from None
+
+
+def check_seed(seed: int) -> None:
+    """RequestError for a seed that a generator would not take."""
+    if not 0 <= seed < 2**63:
+        raise RequestError(f"--seed {seed}; expected 0 to {2**63 - 1}")
+
+
+def check_time_limit(seconds: float) -> None:
+    """RequestError for one that would end the ranks at once, or never."""
+    if not 0 < seconds < 1e7:
+        raise RequestError(f"--time-limit {seconds:g}; expected a positive number of seconds")

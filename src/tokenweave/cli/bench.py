@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenweave.cli import bench_latency, bench_vllm
-from tokenweave.cli.arguments import numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers
 from tokenweave.errors import RequestError
 
 _TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
@@ -112,7 +112,11 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--ctas {args.ctas}; expected numbers from 1 to 256")
     if _rounds(args) < MIN_ROUNDS:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
-    if args.only and not set(args.only.split(",")) <= {"tokenweave", "nccl", "torch", "flashinfer"}:
+    check_seed(args.seed)
+    check_time_limit(args.time_limit)
+    check_output("--json", args.json)
+    check_output("--plot", args.plot, PICTURES)
+    if args.only is not None and not set(args.only.split(",")) <= {"tokenweave", "nccl", "torch", "flashinfer"}:
         raise RequestError(f"--only {args.only!r}; expected some of tokenweave, nccl, torch, flashinfer")
 
 

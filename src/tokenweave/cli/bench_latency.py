@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -161,6 +161,12 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
     if args.layers is not None and args.layers < 1:
         raise RequestError(f"--layers {args.layers}; expected at least 1")
+    if not 0 <= args.sustain < 1e6:
+        raise RequestError(f"--sustain {args.sustain:g}; expected 0 or more seconds")
+    check_seed(args.seed)
+    check_time_limit(args.time_limit)
+    check_output("--json", args.json)
+    check_output("--plot", args.plot, PICTURES)
     longest = max(numbers("--tokens", args.tokens))
     if longest > (context := read_config(args.model).context):
         raise RequestError(f"--tokens {longest}; the model's context is {context}")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -192,7 +192,11 @@ def _check(args: argparse.Namespace) -> tuple[str, ...]:
             raise RequestError(f"{option} {value}; expected at least {least}")
     if args.memory is not None and not 0 < args.memory < 1:
         raise RequestError(f"--memory {args.memory}; expected a share between 0 and 1")
-    if args.kv_gib is not None and args.kv_gib <= 0:
+    check_seed(args.seed)
+    check_time_limit(args.time_limit)
+    check_output("--json", args.json)
+    check_output("--plot", args.plot, PICTURES)
+    if args.kv_gib is not None and not 0 < args.kv_gib < 1e6:
         raise RequestError(f"--kv-gib {args.kv_gib}; expected a positive number")
     if args.together and args.starts > 1:
         raise RequestError("--starts counts starts one after the other; --together starts each engine once")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenweave.bench.plots import require_matplotlib
-from tokenweave.cli.arguments import numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, numbers
 from tokenweave.errors import RequestError
 from tokenweave.models import read_config
 from tokenweave.models.config import ModelConfig
@@ -33,6 +33,11 @@ from tokenweave.simulation.modes import MODES, exact_us
 from tokenweave.simulation.plots import plot
 from tokenweave.simulation.report import Run, gain, header, line, run_of
 from tokenweave.simulation.trace import builtin_traces
+
+MOST_REPLICAS = 100_000
+MOST_REQUESTS = 10_000_000
+MOST_OVERHEAD_US = 1e9
+"""Beyond these a simulation says nothing of any fleet: it would only fill the memory, or never end."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -85,6 +90,16 @@ def run(args: argparse.Namespace) -> int:
     modes = _modes(args.modes)
     fleets = numbers("--replicas", args.replicas)
     rates = _rates(args.rate)
+    if max(fleets) > MOST_REPLICAS:
+        raise RequestError(f"--replicas {max(fleets)}; expected at most {MOST_REPLICAS}")
+    if args.requests is not None and args.requests > MOST_REQUESTS:
+        raise RequestError(f"--requests {args.requests}; expected at most {MOST_REQUESTS}")
+    for option, target in (("--ttft-target", args.ttft_target), ("--tpot-target", args.tpot_target)):
+        if target is not None and not target > 0:
+            raise RequestError(f"{option} {target:g}; expected a positive number of milliseconds")
+    check_seed(args.seed)
+    check_output("--json", args.json)
+    check_output("--plot", args.plot, PICTURES)
     if args.plot is not None:
         require_matplotlib()
     config = read_config(args.model)
@@ -131,7 +146,6 @@ def run(args: argparse.Namespace) -> int:
                 print(gain(group[0], other), flush=True)
             runs += group
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**about, "runs": [run.as_json() for run in runs]}, indent=2) + "\n", "utf-8")
     if args.plot is not None:
         plot(about, runs, args.plot)
@@ -143,7 +157,7 @@ def _costs(config: ModelConfig, args: argparse.Namespace) -> Costs:
     machine = machine_of(args.gpu, args.tp, args.transport, RUNTIMES[args.runtime])
     if args.gpu is not None:
         return machine
-    from tokenweave.planning.profile import find_profile
+    from tokenweave.tuning.find import find_profile
 
     return find_profile(config, machine) or machine
 
@@ -155,8 +169,8 @@ def _limits(config: ModelConfig, costs: Costs, args: argparse.Namespace) -> Limi
             raise RequestError(f"{option} {value}; expected at least 1")
     if rows > MOST_TOKENS:
         raise RequestError(f"--max-batch-tokens {rows}; expected at most {MOST_TOKENS}: no GPU holds more at once")
-    if not 0 <= args.overhead_us < float("inf"):
-        raise RequestError(f"--overhead-us {args.overhead_us}; expected 0 or more")
+    if not 0 <= args.overhead_us <= MOST_OVERHEAD_US:
+        raise RequestError(f"--overhead-us {args.overhead_us:g}; expected 0 to {MOST_OVERHEAD_US:g}")
     if args.kv_tokens is None:
         return Limits(rows, running, kv_tokens(config, costs.gpu, costs.tp, rows, running, args.memory_gib))
     if args.memory_gib is not None:

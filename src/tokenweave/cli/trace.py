@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import numbers
+from tokenweave.cli.arguments import check_folder, check_seed, check_time_limit, numbers
 from tokenweave.cli.bench_latency import model_of
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
-    from tokenweave.bench.steps import PrefillSteps, Variant
     from tokenweave.bench.launch import Rank
+    from tokenweave.bench.steps import PrefillSteps, Variant
     from tokenweave.bench.trace.events import Span
     from tokenweave.bench.trace.record import Recorder
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     require_matplotlib()
-    args.out.mkdir(parents=True, exist_ok=True)
+    check_folder("--out", args.out)
     words = ["trace", *(["--dummy"] if args.dummy else [])]
     words += [
         f"--{name.replace('_', '-')}={getattr(args, name)}" for name in _VALUES if getattr(args, name) is not None
@@ -191,6 +191,8 @@ def _check(args: argparse.Namespace) -> None:
     least = 2 if args.mode == "woven" else 1
     if len(tokens) != 1 or tokens[0] < least:
         raise RequestError(f"--tokens {args.tokens}; expected one number, at least {least} for --mode {args.mode}")
+    check_seed(args.seed)
+    check_time_limit(args.time_limit)
     config = read_config(args.model)
     layers = config.layers if args.layers is None else args.layers
     if not 1 <= layers <= config.layers:

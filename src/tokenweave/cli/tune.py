@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import numbers
+from tokenweave.cli.arguments import check_output, check_time_limit, numbers
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -63,15 +63,22 @@ def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
     from tokenweave.models import read_config
     from tokenweave.models.sharding import shard_of
+    from tokenweave.planning.cost import MOST_TOKENS
 
     if not 2 <= args.tp <= 8:
         raise RequestError(f"--tp {args.tp}; expected 2 to 8")
     if args.max_tokens < 512:
         raise RequestError(f"--max-tokens {args.max_tokens}; expected at least 512")
-    if args.seconds <= 0:
-        raise RequestError(f"--seconds {args.seconds}; expected more than 0")
+    if not 0 < args.seconds < 1e7:
+        raise RequestError(f"--seconds {args.seconds:g}; expected a positive number of seconds")
+    check_time_limit(args.time_limit)
+    check_output("--json", args.json)
+    if args.max_tokens > MOST_TOKENS:
+        raise RequestError(f"--max-tokens {args.max_tokens}; expected at most {MOST_TOKENS}: no GPU holds more at once")
     if args.layers < 1:
         raise RequestError(f"--layers {args.layers}; expected at least 1")
+    if not args.verify and (unused := [o for o in ("tokens", "sweep", "json") if getattr(args, o)]):
+        raise RequestError(f"--{unused[0]} is for --verify, which measures steps; add that, or leave it out")
     config = read_config(args.model)
     shard_of(config, 0, args.tp)
     longest = max(_tokens(args)) if args.verify else 0

@@ -33,6 +33,16 @@ MEASURED = "0.26.0"
 """The version that is assumed where there is none."""
 
 STEPS = (16, 128, 512, 1024, 2048, 4096, 8192, 16384)
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    *_OPTIONAL_SIZES,
+)
 _GRAPH_LIMIT = 512  # tokens: vLLM's default for its own graphs
 _V2_EVERYWHERE = (0, 29)  # from this version on vLLM's V2 runner takes mixtures of experts too
 _MIXTRAL = "MixtralForCausalLM"
@@ -127,6 +137,8 @@ def examine_vllm(
         verdict = Verdict("taken", f"{architecture} is vLLM's {found[0]}.{found[1]}, which TokenWeave overrides")
     name, numbers = _gpu(gpu, cpu), None
     if verdict.value == "taken":
+        if built_in is None:
+            _check_sizes(raw, model)
         numbers = built_in or model_numbers(SimpleNamespace(**raw), found[1])
     return VllmReport(
         vllm=vllm,
@@ -224,9 +236,20 @@ def _problem(
     return None
 
 
+def _check_sizes(raw: Mapping[str, Any], model: str) -> None:
+    """ModelError for a size that is missing or no positive whole number."""
+    for key in _SIZES:
+        value = raw.get(key)
+        if type(value) is not int and not (value is None and key in _OPTIONAL_SIZES):
+            raise ModelError(f"{model}: config.json: {key} is {value!r}; expected a positive whole number")
+        if value is not None and value < 1:
+            raise ModelError(f"{model}: config.json: {key} is {value!r}; expected a positive whole number")
+
+
 def _cache_dtype(raw: Mapping[str, Any]) -> str:
     """vLLM's "auto" takes a quantised cache where a checkpoint of compressed-tensors asks for one."""
-    scheme = (raw.get("quantization_config") or {}).get("kv_cache_scheme")
+    quantised = raw.get("quantization_config")
+    scheme = quantised.get("kv_cache_scheme") if isinstance(quantised, Mapping) else None
     return "fp8" if scheme else "auto"
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from tokenweave.errors import RequestError
 
 _CONTEXT = itemgetter(1)
+MOST_POSITIONS = 2**40
+"""Of a step's contexts together: no fleet's memory holds as many, and integers of more are not exact in float64."""
 
 
 class Run(NamedTuple):
@@ -30,7 +32,8 @@ class Run(NamedTuple):
 def runs_of(sequences: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
     """(rows, context) of each sequence -> runs in a canonical order: the decodes, then chunks from short to long.
 
-    The order of the requests changes nothing. Raises RequestError for rows < 1 or context < 0.
+    The order of the requests changes nothing. Raises RequestError for rows < 1, context < 0, or more than
+    :data:`MOST_POSITIONS` of context.
     """
     told = tuple(sequences)
     if not told:
@@ -40,6 +43,8 @@ def runs_of(sequences: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
     if min(map(_CONTEXT, told)) < 0 or any(rows < 1 for rows, _ in chunks):
         rows, context = next((r, c) for r, c in told if r < 1 or c < 0)
         raise RequestError(f"a sequence of {rows} rows after {context} positions; expected rows >= 1, context >= 0")
+    if positions > MOST_POSITIONS:
+        raise RequestError(f"contexts of {positions} positions in one step; expected at most {MOST_POSITIONS}")
     runs = tuple([Run(rows, context, True) for rows, context in sorted(chunks)])
     if not (decodes := len(told) - len(chunks)):
         return runs

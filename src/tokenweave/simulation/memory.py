@@ -12,6 +12,7 @@ MEMORY_GIB = {"h100": 80, "h200": 141, "h20": 96, "a100": 80, "b200": 180, "l40s
 
 SHARE = 0.9  # of a GPU's memory that a server takes; the rest is the CUDA context's, NCCL's and what fragments
 BYTES = 2  # bf16
+MOST_GIB = 1e6  # no GPU comes near it; far more is a slip, and no number of tokens
 
 
 def weight_bytes(config: ModelConfig, tp: int) -> int:
@@ -61,8 +62,8 @@ def kv_tokens(
     if memory_gib is None and gpu.name not in MEMORY_GIB:
         raise RequestError(f"the memory of {gpu.name!r} is not known; give it, or the cache's size in tokens")
     memory = MEMORY_GIB[gpu.name] if memory_gib is None else memory_gib
-    if not 0 < memory < float("inf"):
-        raise RequestError(f"a GPU memory of {memory} GiB; expected a positive number")
+    if not 0 < memory <= MOST_GIB:
+        raise RequestError(f"a GPU memory of {memory:g} GiB; expected a positive number, at most {MOST_GIB:g}")
     weights = weight_bytes(config, tp)
     steps = step_bytes(config, tp, max_batch_tokens, min(max_requests_running, max_batch_tokens))
     tokens = int(SHARE * memory * 2**30 - weights - steps) // position_bytes(config, tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,6 +18,9 @@ OUTPUT_COLUMNS = ("num_decode_tokens", "output_tokens", "GeneratedTokens", "Resp
 ARRIVAL_COLUMNS = ("arrived_at", "arrival_time", "TIMESTAMP", "Timestamp")
 """Header names that are known, in any case: Vidur's and Sarathi-Serve's traces, plain words, the Azure LLM inference
 traces, BurstGPT."""
+
+MOST_SECONDS = 1e10
+"""Of a simulated process of arrivals: 300 years, in which a float64 still tells microseconds apart."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +138,19 @@ def _seconds(text: str) -> float:
     except ValueError:
         if not text.strip()[:1].isdigit():  # numpy reads words too: now, NaT
             raise
-        time = np.datetime64(text.strip().removesuffix("Z").removesuffix("+00:00"), "ns")
-        seconds = float(time.astype(np.int64)) / 1e9
+        date, ahead = _without_zone(text.strip())
+        seconds = float(np.datetime64(date, "us").astype(np.int64)) / 1e6 - ahead
     if not abs(seconds) < 1e15:
         raise ValueError(text)
     return seconds
+
+
+def _without_zone(date: str) -> tuple[str, float]:
+    """A date and time without its offset from UTC, and that in seconds."""
+    if zone := re.search(r"(?<=\d)([+-])(\d\d):?(\d\d)$", date) if ":" in date else None:
+        sign, hours, minutes = zone.groups()
+        return date[: zone.start()], float(f"{sign}1") * (3600 * int(hours) + 60 * int(minutes))
+    return date.removesuffix("Z"), 0.0
 
 
 def sized(trace: Trace, requests: int | None, seed: int, keep_order: bool) -> Trace:
@@ -168,10 +180,18 @@ def sized(trace: Trace, requests: int | None, seed: int, keep_order: bool) -> Tr
 
 
 def poisson(requests: int, rate: float, seed: int) -> np.ndarray:
-    """float64 [requests] times in seconds of a Poisson process of ``rate`` requests a second; RequestError if not > 0.
+    """float64 [requests] times in seconds of a Poisson process of ``rate`` requests a second.
 
     The same seed gives the same process at every rate, faster or slower.
+
+    Raises:
+        RequestError: a rate that is not positive, or so low that milliseconds are lost in the times of arrival.
     """
     if not 0 < rate < float("inf"):
         raise RequestError(f"a rate of {rate} requests a second; expected a positive number")
+    if requests / rate > MOST_SECONDS:
+        raise RequestError(
+            f"{requests} requests at a rate of {rate:g} a second take {requests / rate:.0e} seconds; "
+            f"expected at most {MOST_SECONDS:g}: raise the rate"
+        )
     return np.cumsum(np.random.default_rng([seed, 1]).exponential(1.0, requests)) / rate

@@ -1,0 +1,115 @@
+"""Numbers, files and names that nobody can mean: exit code 2 and one line that names them, before any work is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tokenweave.cli.arguments import PICTURES, check_folder, check_output
+from tokenweave.cli.main import main
+from tokenweave.errors import RequestError
+from tokenweave.simulation import read_trace
+
+SIMULATE = "simulate --model Llama-3.1-8B --gpu h100 --tp 2 --trace sharegpt --requests 3"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 2,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of it: one line."""
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("tokenweave: error: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    return err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--replicas 1000000000", "--requests 100000000000", "--memory-gib 1e300", "--overhead-us 1e300",
+        "--ttft-target nan", "--ttft-target -1", "--tpot-target 0", "--seed -1", "--plot picture.foo", "--plot picture",
+        "--json /proc/none.json", "--json /dev/null/x.json", "--json /", "--plot /proc/none.svg",
+    ],
+)  # fmt: skip
+def test_simulate_refuses(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert option.split()[0].removeprefix("--").partition("-")[0] in refused(f"{SIMULATE} {option}", capsys).casefold()
+
+
+def test_rates_at_which_requests_never_arrive(capsys: pytest.CaptureFixture[str]) -> None:
+    for rate in ("1e-308", "5e-324"):
+        assert main([*SIMULATE.split(), "--rate", rate]) == 2
+        assert "raise the rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench kernel --seed -1", "bench kernel --json /proc/none.json", "bench kernel --plot x.foo",
+        "bench kernel --time-limit nan", "bench kernel --time-limit -1", "bench kernel --only=",
+        "bench latency --model Llama-3.1-8B --sustain -1", "bench latency --model Llama-3.1-8B --time-limit 0",
+        "bench latency --model Llama-3.1-8B --plot x.zz", "bench latency --model Llama-3.1-8B --json /proc/none.json",
+        "tune --model Llama-3.1-8B --seconds nan", "tune --model Llama-3.1-8B --seconds inf",
+        "tune --model Llama-3.1-8B --time-limit -1", "tune --model Llama-3.1-8B --max-tokens 99999999999",
+        "tune --model Llama-3.1-8B --json x.json", "tune --model Llama-3.1-8B --sweep",
+        "tune --model Llama-3.1-8B --json /proc/none.json --verify",
+        "trace --model Llama-3.1-8B --out /proc/none", "trace --model Llama-3.1-8B --out /dev/null",
+        "trace --model Llama-3.1-8B --out /dev/null/x", "trace --model Llama-3.1-8B --out x --seed -1",
+        "trace --model Llama-3.1-8B --out x --time-limit nan",
+        "plan --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 5 --context 99999999999999999999",
+        "predict --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 1 --context 99999999999999999999",
+    ],
+)  # fmt: skip
+def test_the_others_refuse(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "as many GPUs" not in refused(words, capsys)  # what is wrong is said first, wherever it runs
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_size", None), ("hidden_size", "4096"), ("num_attention_heads", 0), ("num_hidden_layers", -1),
+     ("num_key_value_heads", 0), ("head_dim", "x"), ("vocab_size", 1.5)],
+)  # fmt: skip
+def test_doctor_of_a_model_whose_sizes_are_none(
+    tmp_path: Path, key: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {name: kept for name, kept in {**CONFIG, key: value}.items() if kept is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert f"{key} is {value!r}" in refused(f"doctor --vllm {tmp_path}", capsys)
+
+
+def test_doctor_of_a_quantisation_that_is_no_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": "awq"}))
+    assert main(["doctor", "--vllm", str(tmp_path)]) in (0, 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_dates_have_time_zones_and_any_year(tmp_path: Path) -> None:
+    def arrivals(*times: str) -> list[float]:
+        file = tmp_path / "trace.csv"
+        file.write_text("arrived_at,prompt_tokens,output_tokens\n" + "".join(f"{time},1,1\n" for time in times))
+        found = read_trace(file).arrivals
+        assert found is not None
+        return found.tolist()
+
+    assert arrivals("2024-05-10 12:00:00+02:00", "2024-05-10T10:00:01.5Z", "2024-05-10 06:30:02-0330") == [0, 1.5, 2]
+    assert arrivals("2023-11-16 18:15:46.6805900", "2023-11-16 18:15:47.6805900") == pytest.approx([0, 1])
+    assert arrivals("0001-01-01", "0002-01-01") == [0, 365 * 86400]  # beyond what 64 bits of nanoseconds hold
+    assert arrivals("2024-05-10", "2024-05-11") == [0, 86400]
+
+
+def test_an_output_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    check_output("--json", None)
+    check_output("--json", tmp_path / "deep" / "result.json")
+    assert list((tmp_path / "deep").iterdir()) == []
+    kept = tmp_path / "picture.SVG"
+    kept.write_text("before")
+    check_output("--plot", kept, PICTURES)
+    assert kept.read_text() == "before"
+    with pytest.raises(RequestError, match="no files can be written"):
+        check_folder("--out", kept)
