@@ -308,7 +308,7 @@ def test_no_table_is_no_warning_unless_one_was_named(home, caplog, monkeypatch):
 
 def test_machines_without_gpus_have_no_table(home):
     from tokenweave.planning.machine import machine_of
-    from tokenweave.planning.profile import find_profile
+    from tokenweave.tuning.find import find_profile
 
     assert find_profile(LLAMA, machine_of("cpu", 2)) is None
     with pytest.raises(ProfileError, match="on GPUs"):

@@ -21,7 +21,6 @@ from tokenweave.planning.explanation import Cut, Explanation, Waves
 from tokenweave.planning.hardware import Gpu
 from tokenweave.planning.machine import Costs, Machine, machine_of
 from tokenweave.planning.plan import Mode, Plan, StepTimes
-from tokenweave.planning.profile import find_profile
 from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
 # A woven step must promise to take at most this share of the best other mode's time: the model's own error.
@@ -75,8 +74,11 @@ class Planner:
         costs: Costs | None = None,
     ) -> None:
         if costs is None:
-            machine = machine_of(gpu, tp, transport)
-            costs = (find_profile(config, machine) if gpu is None else None) or machine
+            costs = machine = machine_of(gpu, tp, transport)
+            if gpu is None:  # this machine: it may have been measured
+                from tokenweave.tuning.find import find_profile
+
+                costs = find_profile(config, machine) or machine
         self.model = CostModel(config, costs)
         self._default_mode = asked_mode(mode)
         self._gain = MEASURED_GAIN if self.model.costs.measured else GAIN

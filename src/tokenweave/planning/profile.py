@@ -18,7 +18,7 @@ import numpy as np
 from tokenweave.errors import ProfileError
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.sharding import shard_of
-from tokenweave.planning.machine import Costs, Machine
+from tokenweave.planning.machine import Machine
 from tokenweave.planning.profile_curves import Curve, Surface
 from tokenweave.planning.profile_table import (
     AllReducePoint,
@@ -326,19 +326,3 @@ def _streams(table: Table, config: ModelConfig, qkv: int, inner: int) -> dict[fl
         if point.name in row_bytes:
             times[point.rows * row_bytes[point.name]] = us
     return times
-
-
-def find_profile(config: ModelConfig, machine: Machine) -> Costs | None:
-    """This machine's measured costs of a model, if `tokenweave tune` has left a table that holds here; the log says once what
-    is used, or why not. Several ranks ask :func:`tokenweave.tuning.find.agreed_profile`.
-
-    Args:
-        config: the model.
-        machine: the analytical machine: this one.
-
-    Returns:
-        None: the analytical machine is all there is.
-    """
-    from tokenweave.tuning.find import agreed_profile  # looks at devices
-
-    return agreed_profile(config, machine, None)

@@ -101,6 +101,18 @@ def agreed_profile(
     return None if refusal is not None else profile
 
 
+def find_profile(config: ModelConfig, machine: Machine) -> Profile | None:
+    """:func:`agreed_profile` of one process that asks for itself: a planner's, or a simulation's.
+
+    Args:
+        config: the model. machine: the analytical machine: this one.
+
+    Returns:
+        None: the analytical machine is all there is.
+    """
+    return agreed_profile(config, machine, None)
+
+
 def _checked(text: str, where: str, config: ModelConfig, machine: Machine, here: Identity) -> Profile:
     table = parse_table(text, where)
     if (reason := table.identity.refusal(here)) is not None:
