@@ -1,0 +1,269 @@
+"""``tokenweave bench kernel``: its checks of every implementation, its files, and its arguments."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from tokenweave.bench import environment
+from tokenweave.bench.kernel import implementations, report
+from tokenweave.bench.kernel.bench import Config, KernelBench, chain, link_gbs, wire_bytes
+from tokenweave.bench.kernel.implementations import Family, Implementation, Prepared, Skipped
+from tokenweave.bench.kernel.plots import plot_kernel
+from tokenweave.cli.main import main
+from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
+from tokenweave.collective.rows import owned_rows
+from tokenweave.collective.torch_backend import normalised, reduced_rows
+
+TOKENS = (1, 3, 8)
+
+
+def test_wire_and_chain():
+    assert wire_bytes(4096, 4096, 2, 2) / link_gbs("NVIDIA H200", "sm_90", 132) / 1e3 == pytest.approx(86.0, abs=0.1)
+    assert link_gbs("NVIDIA A100-SXM4-80GB", "sm_80", 108) == 300.0
+    assert chain(wire_bytes(1, 4096, 2, 2)) == 20
+    assert chain(wire_bytes(32768, 4096, 2, 2)) == 10
+
+
+class WallClock:
+    """GraphClock without graphs, and with chains of two calls at most: gloo takes milliseconds for each."""
+
+    def capture(self, call, calls):
+        return lambda: [call() for _ in range(min(calls, 2))]
+
+    def replay(self, graph, reset):
+        reset()
+        dist.barrier()
+        began = time.perf_counter()
+        graph()
+        return (time.perf_counter() - began) * 1e6
+
+
+class Counter:
+    """A monitor of no GPU."""
+
+    samples = 0
+
+    def sample(self):
+        self.samples += 1
+
+    def take(self):
+        return {"sm_mhz": {"low": 1.0, "median": 2.0, "high": 3.0}, "power_w": None, "celsius": None}
+
+
+def _implementation(f, name, kind, call, rows, **options):
+    return Implementation(name, kind, call, rows, "fused", owned_rows(rows.shape[0], f.rank, f.ranks), **options)
+
+
+def _ours(f):
+    workspace = Workspace(None, max_tokens=f.max_tokens, hidden=f.hidden, dtype=f.dtype)
+    e = f.epilogue
+
+    def choices(tokens):
+        rows, residual = workspace.buffer(tokens), f.residual[:tokens]
+        call = functools.partial(fused_allreduce_rmsnorm, rows, residual, e.weight, e.eps, workspace)
+        return [_implementation(f, "tokenweave two-shot", "ours", call, rows, ctas=n, rows_per_cta=1) for n in f.ctas]
+
+    return Prepared(choices, workspace.close)
+
+
+def _rivals(f):
+    workspace = Workspace(None, max_tokens=f.max_tokens, hidden=f.hidden, dtype=f.dtype)
+    e = f.epilogue
+
+    def choices(tokens):
+        rows, residual = f.x[:tokens], f.residual[:tokens]
+        right = functools.partial(allreduce_rmsnorm, rows, residual, e.weight, e.eps, workspace)
+
+        def wrong():
+            right()
+            rows[-1, -1] += 1
+
+        def grows():
+            right()
+            rows.mul_(1e30)
+
+        def fails_on_rank_1():
+            right()
+            if f.rank == 1:
+                raise RuntimeError("no such\nkernel")
+
+        return [
+            _implementation(f, "right", "rival", right, rows),
+            _implementation(f, "wrong", "rival", wrong, rows),
+            _implementation(f, "fails", "rival", fails_on_rank_1, rows),
+            Skipped("never", "too small"),
+            Implementation("sum", "part", lambda: dist.all_reduce(rows), rows, "sum", range(0), max_calls=2),
+        ] + ([_implementation(f, "nan", "rival", lambda: rows.fill_(float("nan")), rows)] if tokens == 3 else [])
+
+    return Prepared(choices)
+
+
+def _absent_on_rank_0():
+    if dist.get_rank() == 0:
+        raise ModuleNotFoundError("No module named 'rival'")
+
+
+def _never(f):
+    raise AssertionError("prepared though a rank lacks it")
+
+
+FAKES = (
+    Family("ours", lambda: None, _ours),
+    Family("rivals", lambda: None, _rivals),
+    Family("absent", _absent_on_rank_0, _never),
+)
+
+
+def _bench(path: str) -> dict:
+    group = dist.group.WORLD
+    config = Config((64, 40), TOKENS, (4, 8), torch.bfloat16, 20, 390.0, json=Path(path))
+    machine = environment.describe()
+    monitor = Counter()
+    bench = KernelBench(config, group, torch.device("cpu"), FAKES, WallClock(), monitor, machine, print)
+    return {**bench.run(), "monitored": monitor.samples}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "deep" / "kernel.json"
+    first, second = run_ranks(2, _bench, str(path))
+    assert [row["us"] for row in first["rows"]] == [row["us"] for row in second["rows"]]  # the slowest rank's
+    assert first["monitored"] == 20 * len(TOKENS) * 2
+    assert not list(path.parent.glob("*.partial"))
+    return json.loads(path.read_text())
+
+
+def _torch_norm(x, residual, epilogue, *, out=None):
+    residual.copy_(reduced_rows([x], residual, epilogue))
+    return (x if out is None else out).copy_(normalised(residual, epilogue))
+
+
+def _library_rivals() -> dict:
+    """The rivals that are made of torch.distributed, on gloo."""
+    implementations.add_rmsnorm = _torch_norm
+    group = dist.group.WORLD
+    families = [family for family in implementations.FAMILIES if family.name == "nccl"]
+    config = Config((64,), (1, 2, 5, 8), (), torch.float16, 20, 390.0)
+    bench = KernelBench(config, group, torch.device("cpu"), families, WallClock(), None, environment.describe(), print)
+    return bench.run()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rivals_of_torch_distributed_are_right(ranks):
+    result = run_ranks(ranks, _library_rivals)[0]
+    assert result["skipped"] == []
+    assert len(result["rows"]) == 4 * 4  # tokens, implementations
+    assert {row["kind"] for row in result["rows"]} == {"rival", "part"}
+
+
+def test_rows_have_what_a_reader_needs(result):
+    sizes = {(row["hidden"], row["tokens"]) for row in result["rows"]}
+    assert sizes == {(hidden, tokens) for hidden in (64, 40) for tokens in TOKENS}
+    for row in result["rows"]:
+        assert {"tokens", "hidden", "ranks", "dtype", "impl", "ctas", "us", "us_low", "us_high", "gb_s"} <= row.keys()
+        assert {"percent_of_wire", "ratio_to_best_rival", "rows_per_cta"} <= row.keys()
+        assert row["us_low"] <= row["us"] <= row["us_high"]
+        assert len(row["samples"]) == 20
+        wire_us = row["tokens"] * row["hidden"] * 2 / 390e3
+        assert row["percent_of_wire"] == pytest.approx(100 * wire_us / row["us"], abs=0.01)
+        assert (row["ratio_to_best_rival"] is None) == (row["kind"] == "part")
+        if row["impl"] == "right":
+            assert row["ratio_to_best_rival"] == 1.0
+    assert {row["impl"] for row in result["rows"]} == {"tokenweave two-shot", "right", "sum"}
+    assert {row["calls"] for row in result["rows"] if row["impl"] == "sum"} == {2}
+
+
+def test_what_fails_on_one_rank_is_left_out_on_all_and_said(result):
+    errors = {(skip["impl"], skip.get("tokens")): skip["error"] for skip in result["skipped"]}
+    assert errors["absent", None].startswith(
+        "rank 0: ModuleNotFoundError: No module named 'rival' (test_bench_kernel.py:"
+    )
+    for tokens in TOKENS:
+        assert "differ from float64" in errors["wrong", tokens]
+        assert errors["fails", tokens].startswith("rank 1: RuntimeError: no such kernel (test_bench_kernel.py:")
+        assert errors["never", tokens] == "too small"
+    assert "differ from float64" in errors["nan", 3]
+
+
+def test_text_table_and_readme_table(result, tmp_path):
+    import readme_tables
+
+    text = report.text(result)
+    assert "hidden 64, bfloat16, 2 ranks" in text
+    assert "ours 4" in text
+    assert "fails at 1, 3, 8, 1, 3, 8" in text
+    assert len(result["readme"]["rows"]) == 6
+    (tmp_path / "kernel.json").write_text(json.dumps(result))
+    assert "ours / rival" in readme_tables.tables(tmp_path)
+
+
+def test_plot(result, tmp_path):
+    plot_kernel(result, tmp_path / "new" / "kernel.svg")
+    drawn = (tmp_path / "new" / "kernel.svg").read_text()
+    assert "<svg" in drawn
+
+
+def test_plot_without_matplotlib_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "kernel", "--plot", "x.png"]) == 2
+    assert "tokenweave[plot]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "9"], "--tp 9"),
+        (["--hidden", "4097"], "multiples of 8"),
+        (["--tokens", "1,x"], "--tokens '1,x'"),
+        (["--tokens", "0"], "positive"),
+        (["--ctas", "257"], "1 to 256"),
+        (["--rounds", "5"], "at least 20"),
+        (["--only", "nccl,mine"], "expected some of"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, message, capsys):
+    assert main(["bench", "kernel", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs here")
+def test_without_gpus_it_says_so(capsys):
+    assert main(["bench", "kernel"]) == 2
+    assert "needs as many GPUs" in capsys.readouterr().err
+
+
+def test_ranks_get_the_same_command_line():
+    import argparse
+
+    from tokenweave.cli import bench
+
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    words = [
+        "bench",
+        "kernel",
+        "--tp",
+        "4",
+        "--hidden",
+        "64,128",
+        "--quick",
+        "--json",
+        "a/b.json",
+        "--ctas",
+        "1,2",
+        "--dtype",
+        "fp16",
+        "--time-limit",
+        "12",
+    ]
+    args = parser.parse_args(words)
+    assert parser.parse_args(bench._command_line(args)) == args
