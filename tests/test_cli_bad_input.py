@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tokenweave.bench.vllm.configurations import model_folder
 from tokenweave.cli.arguments import PICTURES, check_folder, check_output
 from tokenweave.cli.main import main
-from tokenweave.errors import RequestError
+from tokenweave.errors import ModelError, ProfileError, RequestError
+from tokenweave.planning.profile_table import parse_table
 from tokenweave.simulation import read_trace
+from tokenweave.tuning.find import profile_path
+from tuning_cases import identity_of
 
 SIMULATE = "simulate --model Llama-3.1-8B --gpu h100 --tp 2 --trace sharegpt --requests 3"
 CONFIG = {
@@ -81,6 +85,19 @@ def test_doctor_of_a_model_whose_sizes_are_none(
     config = {name: kept for name, kept in {**CONFIG, key: value}.items() if kept is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert f"{key} is {value!r}" in refused(f"doctor --vllm {tmp_path}", capsys)
+
+
+def test_names_that_no_file_can_have(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "a" * 5000
+    assert "looked up" in refused(f"doctor --vllm {long}", capsys)
+    assert "too long" in refused(f"{SIMULATE} --json {long}", capsys)
+    with pytest.raises(ModelError, match="looked up"):
+        model_folder(long, Path())
+    for setting in (long, "~nobody-of-that-name/profiles", "/dev/null/profiles"):
+        monkeypatch.setenv("TOKENWEAVE_PROFILE", setting)
+        assert profile_path(identity_of()) == Path(setting)
+    with pytest.raises(ProfileError, match="damaged or cut off"):
+        parse_table("[" * 100_000, "deep.json")
 
 
 def test_doctor_of_a_quantisation_that_is_no_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,3 +169,6 @@ def test_the_points_that_computes_pass(model):
 def test_points_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match=r"start_at=\['mlp'\]; expected points of qkv, attention"):
         Plan(Mode.WOVEN, split=1, start_at=frozenset(("mlp",)))
+    with pytest.raises(ValueError, match="start_at='down'; expected a set"):
+        Plan(Mode.WOVEN, split=1, start_at="down")  # type: ignore[arg-type]
+    assert Plan(Mode.WOVEN, split=1, start_at=["down", "down"]).start_at == {"down"}  # type: ignore[arg-type]

@@ -36,13 +36,14 @@ def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) 
         return
     if endings and path.suffix.lower() not in endings:
         raise RequestError(f"{option} {path}; expected a name that ends in {', '.join(endings)}")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise RequestError(f"{option} {path}: it is a folder; expected a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not os.access(path, os.W_OK):
-            raise PermissionError(0, "no permission to write to it")
-        if not path.exists():
+        if path.exists():
+            if not os.access(path, os.W_OK):
+                raise PermissionError(0, "no permission to write to it")
+        else:
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
     except OSError as error:

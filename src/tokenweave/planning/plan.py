@@ -45,7 +45,10 @@ class Plan:
     start_at: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.start_at.difference(POINTS)):
+        if isinstance(self.start_at, str):
+            raise ValueError(f"Plan: start_at={self.start_at!r}; expected a set of points of {', '.join(POINTS)}")
+        object.__setattr__(self, "start_at", frozenset(self.start_at))  # graphs are looked up by it
+        if unknown := sorted(self.start_at.difference(POINTS), key=str):
             raise ValueError(f"Plan: start_at={unknown}; expected points of {', '.join(POINTS)}")
         if (self.split is not None) != (self.mode is Mode.WOVEN):
             raise ValueError(

@@ -283,7 +283,7 @@ def parse_table(text: str, where: str) -> Table:
     again = "run `tokenweave tune` again"
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProfileError(f"{where}: it is damaged or cut off ({error}); {again}") from None
     if not isinstance(content, dict) or content.get("format") != _HEADER:
         raise ProfileError(f"{where}: it is no table of measured times; `tokenweave tune` writes those")

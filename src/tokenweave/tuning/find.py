@@ -32,8 +32,10 @@ def profile_path(identity: Identity) -> Path | None:
     if setting.casefold() == "off":
         return None
     if setting:
-        path = Path(setting).expanduser()
-        return path / f"{identity.key}.json" if path.is_dir() else path
+        path = Path(
+            os.path.expanduser(setting)
+        )  # these two, unlike Path's, take any nonsense: reading it says what is wrong
+        return path / f"{identity.key}.json" if os.path.isdir(path) else path
     return cache_dir().parent / "profiles" / f"{identity.key}.json"
 
 
