@@ -18,6 +18,7 @@ from tokenweave.bench.kernel import implementations, report
 from tokenweave.bench.kernel.bench import Config, KernelBench, chain, link_gbs, wire_bytes
 from tokenweave.bench.kernel.implementations import Family, Implementation, Prepared, Skipped
 from tokenweave.bench.kernel.plots import plot_kernel
+from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
 from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
@@ -266,4 +267,4 @@ def test_ranks_get_the_same_command_line():
         "12",
     ]
     args = parser.parse_args(words)
-    assert parser.parse_args(bench._command_line(args)) == args
+    assert parser.parse_args(command_line(("bench", "kernel"), args, bench.OPTIONS)) == args

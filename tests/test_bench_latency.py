@@ -18,6 +18,7 @@ from tokenweave.bench.latency.report import finish, text
 from tokenweave.bench.trace import record
 from tokenweave.bench.trace.events import Span
 from tokenweave.cli import bench_latency
+from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.dummy import dummy_model
@@ -254,7 +255,7 @@ def test_ranks_get_the_same_command_line():
         "0.5",
     ]
     args = parser.parse_args(given)
-    assert parser.parse_args(bench_latency.command_line(args)[1:]) == args
+    assert parser.parse_args(command_line(("latency",), args, bench_latency.OPTIONS)) == args
 
 
 def test_random_weights_agree_between_ranks_where_they_must():

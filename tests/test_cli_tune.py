@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tokenweave.cli import tune as cli
+from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
 from tokenweave.planning import Planner
 from tokenweave.planning.profile import Profile
@@ -57,7 +58,7 @@ def test_what_cannot_be_measured_is_told_before_any_rank_starts(words, message, 
 def test_a_rank_gets_the_same_arguments():
     words = ("--tp=4", "--out=x/t.json", "--max-tokens=4096", "--seconds=9.5", "--verify", "--sweep", "--tokens=64,100")
     args = _args(*words, "--layers=2", "--json=out.json", "--time-limit=10")
-    command = cli.command_line(args)
+    command = command_line(("tune",), args, cli.OPTIONS)
     assert command[0] == "tune"
     again = _args(*command[1:])
     assert vars(again) == vars(args)

@@ -1,9 +1,11 @@
-"""Values of options that several subcommands take."""
+"""Options that several subcommands take: their values, and how they get to ranks."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenweave.errors import RequestError
@@ -21,6 +23,22 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     if not values or min(values) < 1:
         raise RequestError(f"{option} {text!r}; expected positive whole numbers separated by commas")
     return values
+
+
+def command_line(command: Sequence[str], args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """The arguments once more, as words: for a rank, which is a process of its own.
+
+    Args:
+        command: the subcommand. names: of the options, as ``args`` has them: ``time_limit``.
+    """
+    words = [*command]
+    for name in names:
+        option, value = "--" + name.replace("_", "-"), getattr(args, name)
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            words.append(f"{option}={value}")
+    return words
 
 
 def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenweave.cli import bench_latency, bench_vllm
-from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, command_line, numbers
 from tokenweave.errors import RequestError
 
 _TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
 _QUICK = "16,256,1024,4096"
-_OPTIONS = ["tp", "hidden", "tokens", "ctas", "dtype", "rounds", "only", "seed", "quick", "json", "plot", "time_limit"]
+OPTIONS = ("tp", "hidden", "tokens", "ctas", "dtype", "rounds", "only", "seed", "quick", "json", "plot", "time_limit")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
         from tokenweave.bench.plots import require_matplotlib
 
         require_matplotlib()
-    return launch.on_ranks(lambda: _run_rank(args), _command_line(args), args.tp, args.time_limit)
+    return launch.on_ranks(
+        lambda: _run_rank(args), command_line(("bench", "kernel"), args, OPTIONS), args.tp, args.time_limit
+    )
 
 
 def _run_rank(args: argparse.Namespace) -> int:
@@ -126,15 +128,3 @@ def _rounds(args: argparse.Namespace) -> int:
 
 def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
     return numbers("--tokens", args.tokens or (_QUICK if args.quick else _TOKENS))
-
-
-def _command_line(args: argparse.Namespace) -> list[str]:
-    """The arguments once more, for a rank."""
-    words = ["bench", "kernel"]
-    for name, value in vars(args).items():
-        option = "--" + name.replace("_", "-")
-        if name in _OPTIONS and value is True:
-            words.append(option)
-        elif name in _OPTIONS and value is not None and value is not False:
-            words.append(f"{option}={value}")
-    return words

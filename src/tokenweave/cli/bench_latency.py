@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, command_line, numbers
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BASELINES = "nccl,torch,flashinfer"
 _MODES = "sequential,fused,woven,auto,no_comm"
-_VALUES = (
+OPTIONS = (
     "model",
     "tp",
     "tokens",
@@ -34,8 +34,10 @@ _VALUES = (
     "json",
     "plot",
     "time_limit",
+    "dummy",
+    "sweep",
+    "no_profile",
 )
-_FLAGS = ("dummy", "sweep", "no_profile")
 
 
 def add_parser(kinds: Any) -> None:
@@ -72,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.plot is not None:
         require_matplotlib()
-    return launch.on_ranks(lambda: _run_rank(args), command_line(args), args.tp, args.time_limit)
+    return launch.on_ranks(
+        lambda: _run_rank(args), command_line(("bench", "latency"), args, OPTIONS), args.tp, args.time_limit
+    )
 
 
 def _run_rank(args: argparse.Namespace) -> int:
@@ -178,12 +182,3 @@ def _some(option: str, text: str, every: Sequence[str]) -> tuple[str, ...]:
     if unknown := [word for word in asked if word not in every]:
         raise RequestError(f"{option} {unknown[0]!r}; expected some of {', '.join(every)}")
     return tuple(word for word in every if word in asked)
-
-
-def command_line(args: argparse.Namespace) -> list[str]:
-    """The arguments once more, for a rank."""
-    words = ["bench", "latency", *(f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(args, name))]
-    for name in _VALUES:
-        if (value := getattr(args, name)) is not None:
-            words.append(f"--{name.replace('_', '-')}={value}")
-    return words

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import check_folder, check_seed, check_time_limit, numbers
+from tokenweave.cli.arguments import check_folder, check_seed, check_time_limit, command_line, numbers
 from tokenweave.cli.bench_latency import model_of
 from tokenweave.errors import RequestError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenweave.bench.trace.record import Recorder
 
 _MODES = ("sequential", "fused", "woven", "auto", "no_comm")
-_VALUES = ("model", "tokens", "mode", "tp", "out", "layers", "layer", "dtype", "seed", "device", "time_limit")
+OPTIONS = ("model", "tokens", "mode", "tp", "out", "layers", "layer", "dtype", "seed", "device", "time_limit", "dummy")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,10 +49,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     require_matplotlib()
     check_folder("--out", args.out)
-    words = ["trace", *(["--dummy"] if args.dummy else [])]
-    words += [
-        f"--{name.replace('_', '-')}={getattr(args, name)}" for name in _VALUES if getattr(args, name) is not None
-    ]
+    words = command_line(("trace",), args, OPTIONS)
     return launch.on_ranks(lambda: _run_rank(args), words, args.tp, args.time_limit, args.device)
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import check_output, check_time_limit, numbers
+from tokenweave.cli.arguments import check_output, check_time_limit, command_line, numbers
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from tokenweave.planning.profile_table import Identity, Table
     from tokenweave.tuning.tuner import Tuner
 
-_VALUES = ("model", "tp", "out", "max_tokens", "seconds", "time_limit", "tokens", "layers", "json")
-_FLAGS = ("verify", "sweep")
+OPTIONS = ("model", "tp", "out", "max_tokens", "seconds", "time_limit", "tokens", "layers", "json", "verify", "sweep")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenweave.bench import launch
 
     _check(args)
-    return launch.on_ranks(lambda: _run_rank(args), command_line(args), args.tp, args.time_limit)
+    return launch.on_ranks(lambda: _run_rank(args), command_line(("tune",), args, OPTIONS), args.tp, args.time_limit)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -228,12 +227,3 @@ def summary(table: Table, path: Path) -> str:
     if info.get("uncovered"):
         lines.append(f"{info['uncovered']} samples ran longer than the work beside them")
     return "\n".join([*lines, f"written to {path}"])
-
-
-def command_line(args: argparse.Namespace) -> list[str]:
-    """The arguments once more, for a rank."""
-    words = ["tune", *(f"--{name}" for name in _FLAGS if getattr(args, name))]
-    for name in _VALUES:
-        if (value := getattr(args, name)) is not None:
-            words.append(f"--{name.replace('_', '-')}={value}")
-    return words
