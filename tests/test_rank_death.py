@@ -162,6 +162,55 @@ def test_an_error_that_all_ranks_raise_is_raised_once(model, tmp_path, monkeypat
     assert not ranks_of(os.getpid())
 
 
+LATE_PLANS = """
+from tokenweave import overlap
+from tokenweave.engine.batch import rows_of
+from tokenweave.planning.plan import Mode, Plan
+def late(chunks):
+    rows = rows_of(chunks)
+    return Plan(Mode.FUSED) if rows == 1 else Plan(Mode.WOVEN, split=rows // 2, start_at={'down'})
+build.plan_function = lambda *args: late
+"""
+"""Every step's collectives wait for the other split's last GEMM."""
+
+
+def test_a_rank_that_dies_while_collectives_wait_for_their_start(model, tmp_path, monkeypatch):
+    sabotage(tmp_path, monkeypatch, LATE_PLANS)
+    llm = LLM(model, 2, device="cpu")
+    processes = list(llm._ranks.processes)
+    killed = []
+
+    def on_token(token):
+        if token.index == 1 and not killed:
+            os.kill(processes[1].pid, signal.SIGKILL)
+            killed.append(time.monotonic())
+
+    with pytest.raises(RankDied, match="rank 1 died: killed by SIGKILL"):
+        llm.generate(["w1 w2 w3", "w4"], LONG, on_token=on_token)
+    assert time.monotonic() - killed[0] < LIMIT
+    assert_nothing_is_left(processes)
+
+
+def test_a_rank_that_fails_before_a_collective_has_started(model, tmp_path, monkeypatch):
+    """The other rank waits for a collective that never comes."""
+    code = """
+import itertools
+counter, reached = itertools.count(), overlap.StartAt.reached
+def failing(self, point):
+    if rank == 1 and point == 'attention' and next(counter) == 40:
+        raise MemoryError('no room for attention')
+    reached(self, point)
+overlap.StartAt.reached = failing
+"""
+    sabotage(tmp_path, monkeypatch, LATE_PLANS + code)
+    llm = LLM(model, 2, device="cpu")
+    processes, began = list(llm._ranks.processes), time.monotonic()
+    with pytest.raises(RankDied, match="rank 1 died: MemoryError: no room for attention"):
+        llm.generate(["w1 w2 w3", "w4"], LONG)
+    assert time.monotonic() - began < LIMIT
+    assert_nothing_is_left(processes)
+
+
 def test_a_rank_that_hangs_while_another_fails_is_ended(model, tmp_path, monkeypatch):
     sabotage(
         tmp_path, monkeypatch, "if rank == 0:\n    time.sleep(1000)\nraise RuntimeError('Connection closed by peer')"
