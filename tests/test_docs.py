@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
+from tokenweave.cli.main import COMMANDS, _parser
 from tokenweave.planning import Mode
 from tokenweave.planning.makespan import Part, makespan
 
@@ -21,6 +24,7 @@ import docs_tables  # noqa: E402
 import draw_weave  # noqa: E402
 import readme_tables  # noqa: E402
 
+RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -130,3 +134,76 @@ def test_links_lead_somewhere(document):
 def test_files_that_are_named_exist(document):
     for name in re.findall(r"`((?:src|tests|scripts|docs|benchmarks)/[\w./-]+)`", document.read_text("utf-8")):
         assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+def _commands(document: Path) -> list[str]:
+    """What a document shows of `tokenweave ...`, in blocks and in lines."""
+    text = document.read_text("utf-8").replace("\\\n", " ")
+    return re.findall(r"^(?: {4})?(tokenweave .*)$", text, re.M) + re.findall(r"`(tokenweave [^`]*)`", text)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_that_are_shown_exist(document):
+    """With options: they are parsed as on the command line. Without: the text means the command as such."""
+    for command in _commands(document):
+        words = shlex.split(command, comments=True)[1:]
+        if any(word.startswith("--") for word in words):
+            _parser(words).parse_args(words)
+        else:
+            assert words[0].strip(":") in {*COMMANDS, "COMMAND", "..."}, f"{document.name} shows {command!r}"
+
+
+def _python(document: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", document.read_text("utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "document", [ROOT / "docs" / "planning.md", ROOT / "docs" / "simulation.md"], ids=lambda p: p.name
+)
+def test_python_that_is_shown_runs(document):
+    blocks = _python(document)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, document.name, "exec"), {})
+
+
+def test_the_readmes_collective_is_the_one_of_the_contract(tmp_path):
+    """As a reader would run it: a file of its own, under torchrun."""
+    (block,) = (block for block in _python(ROOT / "README.md") if "fused_allreduce_rmsnorm" in block)
+    shown, closing = block.split("workspace.close()")
+    check = """
+total = (x @ weight).float()
+dist.all_reduce(total)
+expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5)
+torch.testing.assert_close(normed.float(), expected, rtol=0.05, atol=0.05)
+workspace.close()"""
+    (tmp_path / "example.py").write_text(shown + check + closing)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "example.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as torchrun:
+        try:
+            _, errors = torchrun.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            torchrun.terminate()  # it ends its ranks, which a killed one would leave behind
+            raise
+    assert torchrun.returncode == 0, errors
+
+
+def _ratios(file: str, column: str) -> dict[tuple[object, ...], float]:
+    """Of a published table: the row's first cells -> the ratio, without its interval."""
+    table = json.loads((RESULTS / file).read_text("utf-8"))["readme"]
+    at = table["columns"].index(column)
+    first = 2 if table["columns"][0] == "hidden" else 1
+    return {tuple(row[:first]): float(row[at].split()[0]) for row in table["rows"]}
+
+
+def test_what_the_readme_says_of_its_tables_is_so():
+    """Prose is typed by hand; the tables are not. Where new figures break this, README's Limits must say something else."""
+    for hidden in (4096, 8192):
+        two = _ratios(f"h200x2-kernel-{hidden}.json", "ours / rival (95 %)")
+        four = _ratios(f"h200x4-kernel-{hidden}.json", "ours / rival (95 %)")
+        assert max(two.values()) < 1
+        assert [key for key, ratio in four.items() if ratio >= 1] == [(hidden, 1)]
+    woven = _ratios("h200x2-latency-llama-3.1-8b.json", "sequential / woven")
+    fused = _ratios("h200x2-latency-llama-3.1-8b.json", "sequential / fused")
+    assert {tokens for tokens in woven if woven[tokens] > fused[tokens]} == {(n,) for (n,) in woven if n >= 2048}
+    assert set(_ratios("h200x2-latency-llama-3.3-70b.json", "sequential / auto")) == {(1024,)}

@@ -10,4 +10,4 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise RequestError(f"--plot needs matplotlib ({error}): pip install 'tokenweave[plot]'") from None
+        raise RequestError(f"pictures need matplotlib ({error}): pip install 'tokenweave[plot]'") from None

@@ -18,7 +18,7 @@ COMMANDS = {
     "predict": "predict prefill times in each mode on given GPUs, before renting any",
     "simulate": "simulate a fleet that serves a trace: throughput and waiting times with and without TokenWeave",
     "tune": "measure what a model's parts take on this machine's GPUs, for the planner",
-    "bench": "measure the fused collective against its rivals on this machine's GPUs",
+    "bench": "measure the fused collective, whole prefill steps or vLLM on this machine's GPUs",
     "trace": "record one step of a model, eagerly and as a CUDA graph, and draw a layer on its two streams",
     "compile": "compile the GPU kernels, with no GPU, and show registers, spills and shared memory",
     "doctor": "show what this machine has, which transport would be used, and what is missing",

@@ -10,6 +10,7 @@ from tokenweave.errors import RequestError
 from tokenweave.models import read_config
 from tokenweave.planning import GPUS, Explanation, Planner
 from tokenweave.planning.comm import TRANSPORTS
+from tokenweave.planning.plan import POINTS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,7 +52,8 @@ def text(explanation: Explanation, full: bool = False) -> str:
     lines.append(f"  why        {explanation.reason}")
     if plan.ctas is not None:
         cluster = "" if plan.cluster is None else f", clusters of {plan.cluster}"
-        lines.append(f"  collective {plan.ctas} CTAs{cluster}")
+        start = f", started at {' or '.join(p for p in POINTS if p in plan.start_at)}" if plan.start_at else ""
+        lines.append(f"  collective {plan.ctas} CTAs{cluster}{start}")
     if plan.gemm_sms:
         lines.append(f"  GEMM SMs   {', '.join(map(str, sorted(set(plan.gemm_sms.values()))))}")
     each = ", ".join(f"{gemm} {_counts(counts)}" for gemm, counts in waves.by_gemm.items())

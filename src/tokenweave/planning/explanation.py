@@ -72,10 +72,11 @@ class Explanation:
         """Plain values: tokens, mode, split, ctas, gemm_sms ("gate_up/prefix" -> SMs), waves, predicted_ms.
 
         Args:
-            full: also cluster, waves and tiles of each GEMM, reason, source, and cuts.
+            full: also cluster, start_at, waves and tiles of each GEMM, reason, source, and cuts.
         """
         more = {
             "cluster": self.plan.cluster,
+            "start_at": sorted(self.plan.start_at),
             "waves_by_gemm": {gemm: list(counts) for gemm, counts in self.waves.by_gemm.items()},
             "tiles": {gemm: list(tile) for gemm, tile in self.waves.tiles.items()},
             "reason": self.reason,
