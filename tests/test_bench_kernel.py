@@ -245,12 +245,11 @@ def test_without_gpus_it_says_so(capsys):
 def test_ranks_get_the_same_command_line():
     import argparse
 
-    from tokenweave.cli import bench
+    from tokenweave.cli import bench_kernel
 
     parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
+    bench_kernel.add_parser(parser.add_subparsers())
     words = [
-        "bench",
         "kernel",
         "--tp",
         "4",
@@ -267,4 +266,4 @@ def test_ranks_get_the_same_command_line():
         "12",
     ]
     args = parser.parse_args(words)
-    assert parser.parse_args(command_line(("bench", "kernel"), args, bench.OPTIONS)) == args
+    assert parser.parse_args(command_line(("kernel",), args, bench_kernel.OPTIONS)) == args

@@ -1,130 +1,22 @@
-"""``tokenweave bench``: the fused collective against its rivals (``kernel``), a prefill step (``latency``), vLLM with and
-without TokenWeave (``vllm``), on this machine's GPUs."""
+"""``tokenweave bench WHAT``: each of its subcommands is a module beside this one."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
-from tokenweave.cli import bench_latency, bench_vllm
-from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, command_line, numbers
-from tokenweave.errors import RequestError
+from tokenweave.cli import bench_kernel, bench_latency, bench_vllm
 
-_TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
-_QUICK = "16,256,1024,4096"
-OPTIONS = ("tp", "hidden", "tokens", "ctas", "dtype", "rounds", "only", "seed", "quick", "json", "plot", "time_limit")
+_KINDS = {"kernel": bench_kernel, "latency": bench_latency, "vllm": bench_vllm}
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure on this machine's GPUs")
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    summary = "the fused collective against its rivals"
-    kernel = kinds.add_parser("kernel", help=summary, description=f"Measure {summary}, in one run.")
-    kernel.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
-    kernel.add_argument("--hidden", default="4096", help="row sizes, separated by commas (default %(default)s)")
-    kernel.add_argument("--tokens", help=f"rows of a call, separated by commas (default {_TOKENS})")
-    kernel.add_argument("--ctas", default="4,8,12", help="blocks of the two-shot kernel (default %(default)s)")
-    kernel.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-    kernel.add_argument("--rounds", type=int, help="paired rounds, at least 20 (default 40, with --quick 20)")
-    kernel.add_argument("--only", help="families to run, of: tokenweave, nccl, torch, flashinfer (default: all)")
-    kernel.add_argument("--seed", type=int, default=0, help="of inputs and of the order of the modes")
-    kernel.add_argument("--quick", action="store_true", help=f"20 rounds, and unless --tokens says more: {_QUICK}")
-    kernel.add_argument("--json", type=Path, metavar="FILE", help="write the result, after each size")
-    kernel.add_argument("--plot", type=Path, metavar="FILE", help="draw the result (.svg, .png or .pdf)")
-    kernel.add_argument("--time-limit", type=float, default=900, help="seconds until the ranks are ended (default 900)")
-    bench_latency.add_parser(kinds)
-    bench_vllm.add_parser(kinds)
+    for kind in _KINDS.values():
+        kind.add_parser(kinds)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures on ranks of its own, or as one rank of torchrun's."""
-    from tokenweave.bench import launch
-
-    if args.bench == "latency":
-        return bench_latency.run(args)
-    if args.bench == "vllm":
-        return bench_vllm.run(args)
-    _check(args)
-    if args.plot is not None:
-        from tokenweave.bench.plots import require_matplotlib
-
-        require_matplotlib()
-    return launch.on_ranks(
-        lambda: _run_rank(args), command_line(("bench", "kernel"), args, OPTIONS), args.tp, args.time_limit
-    )
-
-
-def _run_rank(args: argparse.Namespace) -> int:
-    import torch
-
-    from tokenweave.bench import environment, launch
-    from tokenweave.bench.kernel import report
-    from tokenweave.bench.kernel.bench import Config, KernelBench, link_gbs
-    from tokenweave.bench.kernel.implementations import FAMILIES
-    from tokenweave.bench.timing import GraphClock
-
-    with launch.joined() as me:
-        rank, device, group = me.rank, me.device, me.group
-        gpu = torch.cuda.get_device_properties(device)
-        config = Config(
-            hidden=numbers("--hidden", args.hidden),
-            tokens=_tokens(args),
-            ctas=numbers("--ctas", args.ctas) if args.ctas else (),
-            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
-            rounds=_rounds(args),
-            link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
-            seed=args.seed,
-            json=args.json,
-        )
-        bench = KernelBench(
-            config,
-            group,
-            device,
-            [family for family in FAMILIES if args.only is None or family.name.split()[0] in args.only.split(",")],
-            GraphClock(group, device),
-            environment.Monitor(me.local),
-            environment.describe() if rank == 0 else {},
-            lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
-        )
-        result = bench.run()
-        if rank == 0:
-            report.finish(result)
-            print(report.text(result), flush=True)
-            if args.plot is not None and result["rows"]:
-                from tokenweave.bench.kernel.plots import plot_kernel
-
-                plot_kernel(result, args.plot)
-        del bench  # and its graphs
-    return 0 if result["rows"] else 1
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuses what can be refused before any rank starts."""
-    from tokenweave.bench.timing import MIN_ROUNDS
-
-    if not 2 <= args.tp <= 8:
-        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
-    wrong = [hidden for hidden in numbers("--hidden", args.hidden) if hidden % 8 or hidden > 16384]
-    if wrong:
-        raise RequestError(f"--hidden {wrong[0]}; expected multiples of 8 up to 16384")
-    _tokens(args)
-    if args.ctas and max(numbers("--ctas", args.ctas)) > 256:
-        raise RequestError(f"--ctas {args.ctas}; expected numbers from 1 to 256")
-    if _rounds(args) < MIN_ROUNDS:
-        raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
-    check_seed(args.seed)
-    check_time_limit(args.time_limit)
-    check_output("--json", args.json)
-    check_output("--plot", args.plot, PICTURES)
-    if args.only is not None and not set(args.only.split(",")) <= {"tokenweave", "nccl", "torch", "flashinfer"}:
-        raise RequestError(f"--only {args.only!r}; expected some of tokenweave, nccl, torch, flashinfer")
-
-
-def _rounds(args: argparse.Namespace) -> int:
-    return args.rounds if args.rounds is not None else 20 if args.quick else 40
-
-
-def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
-    return numbers("--tokens", args.tokens or (_QUICK if args.quick else _TOKENS))
+    """Runs the one that was asked for; its exit code."""
+    return _KINDS[args.bench].run(args)

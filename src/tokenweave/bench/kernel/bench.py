@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.kernel import report
+from tokenweave.bench.kernel.expected import Expected
 from tokenweave.bench.kernel.implementations import Family, Fixture, Implementation, Prepared, Skipped
 from tokenweave.bench.result import write_result
 from tokenweave.bench.timing import median_estimate, paired_rounds, ratio_estimate, slowest_rank
@@ -24,7 +25,6 @@ MEASURED_LINK_GBS = {"h200": 390.0}
 """Per direction between two GPUs; what copy engines sustain both ways at once at 256 MiB (push 389 GB/s over 18 NVLinks,
 measured 2026-11). Other GPUs: the data sheet's figure in :mod:`tokenweave.planning.hardware`."""
 
-_CHECKED_ROWS = 256
 _GRAPH_US = 5000.0  # aim of a chain of calls; between 10 and 20 of them
 
 
@@ -150,7 +150,7 @@ class KernelBench:
 
     def _measure(self, fixture: Fixture, prepared: list[Prepared], tokens: int) -> None:
         where = {"hidden": fixture.hidden, "tokens": tokens}
-        expected = _Expected(fixture, tokens)
+        expected = Expected(fixture, tokens)
         calls = chain(wire_bytes(tokens, fixture.hidden, self.ranks, fixture.dtype.itemsize))
         ready: dict[str, Implementation] = {}
         samples: dict[str, Callable[[], float]] = {}
@@ -176,7 +176,7 @@ class KernelBench:
         self._add_rows(fixture, tokens, ready, times, calls)
 
     def _sampler(
-        self, impl: Implementation, fixture: Fixture, tokens: int, expected: _Expected, calls: int
+        self, impl: Implementation, fixture: Fixture, tokens: int, expected: Expected, calls: int
     ) -> Callable[[], float] | None:
         """Checks and captures; a function that times one call of the chain, or None if a rank failed."""
         label = {"hidden": fixture.hidden, "tokens": tokens, "ctas": impl.ctas}
@@ -248,7 +248,7 @@ class KernelBench:
             fixture.x[tokens : tokens + impl.padding].zero_()
             fixture.residual[tokens : tokens + impl.padding].zero_()
 
-    def _check(self, impl: Implementation, reset: Callable[[], None], fixture: Fixture, expected: _Expected) -> None:
+    def _check(self, impl: Implementation, reset: Callable[[], None], fixture: Fixture, expected: Expected) -> None:
         """One eager call, which also sets up whatever it needs, compared with float64."""
         reset()
         impl.call()
@@ -285,41 +285,6 @@ class KernelBench:
             return
         report.finish(self.result)
         write_result(self.result, path)
-
-
-class _Expected:
-    """Some rows of the right answer in float64: the first, the last and random ones. Collective."""
-
-    def __init__(self, fixture: Fixture, tokens: int) -> None:
-        picks = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))[:_CHECKED_ROWS]
-        edges = [row for row in (0, 1, tokens - 2, tokens - 1) if 0 <= row < tokens]
-        self.rows = torch.unique(torch.cat([picks, torch.tensor(edges)])).to(fixture.device)
-        mine = fixture.partials[self.rows]
-        parts = [torch.empty_like(mine) for _ in range(fixture.ranks)]
-        dist.all_gather(parts, mine, group=fixture.group)
-        residual = fixture.residuals[self.rows].double()
-        self.sum = torch.stack(parts).double().sum(0)
-        self.residual = {"fused": self.sum + residual, "norm": mine.double() + residual}
-        e = fixture.epilogue
-        self.norm = {
-            name: h * torch.rsqrt(h.square().mean(-1, keepdim=True) + e.eps) * e.weight.double()
-            for name, h in self.residual.items()
-        }
-
-    def compare(self, impl: Implementation, fixture: Fixture) -> None:
-        self._close("rows", impl.rows[self.rows], self.sum if impl.result == "sum" else self.norm[impl.result])
-        if impl.result != "sum":
-            owned = impl.residual_rows
-            mine = (self.rows >= owned.start) & (self.rows < owned.stop)
-            self._close("residual", fixture.residual[self.rows[mine]], self.residual[impl.result][mine])
-
-    def _close(self, what: str, got: torch.Tensor, want: torch.Tensor) -> None:
-        # Roundings of the sum (several in a ring of ranks), of the residual and of the result.
-        limit = 4 * torch.finfo(got.dtype).eps * (1 + want.abs())
-        off = (got.double() - want).abs()
-        if not bool((off <= limit).all()):  # also with NaN
-            worst = float((off / limit).nan_to_num(nan=float("inf")).max())
-            raise CollectiveError(f"{what} differ from float64 by {worst:.3g} times what rounding explains")
 
 
 def chain(sent: float) -> int:
