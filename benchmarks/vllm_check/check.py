@@ -1,6 +1,6 @@
 """One start of vLLM on GPUs with the plugin on: are woven and fused steps right, and how long do they take?
 
-    TOKENWEAVE=1 python benchmarks/vllm_check.py --layers 32 --tokens 1024,2048,4096,8192 --json check.json
+    TOKENWEAVE=1 python benchmarks/vllm_check/check.py --layers 32 --tokens 1024,2048,4096,8192 --json check.json
 
 The model is random (the shape of Llama-3.1-8B, or of ``--config``); its mode is switched in the running engine, so that all
 modes share weights, cache and clocks. ``stock`` is vLLM's own path in the same engine.
