@@ -167,17 +167,36 @@ def test_python_that_is_shown_runs(document):
         exec(compile(block, document.name, "exec"), {})
 
 
-def test_the_readmes_collective_is_the_one_of_the_contract(tmp_path):
-    """As a reader would run it: a file of its own, under torchrun."""
-    (block,) = (block for block in _python(ROOT / "README.md") if "fused_allreduce_rmsnorm" in block)
-    shown, closing = block.split("workspace.close()")
-    check = """
+COLLECTIVE = """
 total = (x @ weight).float()
 dist.all_reduce(total)
 expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5)
 torch.testing.assert_close(normed.float(), expected, rtol=0.05, atol=0.05)
-workspace.close()"""
-    (tmp_path / "example.py").write_text(shown + check + closing)
+"""
+WOVEN = """
+def normalised(rows):
+    return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5)
+
+
+total = inputs.clone()
+dist.all_reduce(total)
+for stage in stages[1:]:
+    partial = torch.empty_like(inputs)
+    stage.compute(normalised(total), None, partial)
+    dist.all_reduce(partial)
+    total += partial
+torch.testing.assert_close(torch.cat([prefix, suffix]), normalised(total), rtol=1e-3, atol=1e-3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("document", "check"), [("README.md", COLLECTIVE), ("docs/architecture.md", WOVEN)], ids=["collective", "weave"]
+)
+def test_a_program_that_is_shown_runs_under_torchrun(document, check, tmp_path):
+    """As a reader would run it, with a check of its result added to the end."""
+    (block,) = (block for block in _python(ROOT / document) if block.startswith("# torchrun"))
+    shown, closing = block.split("dist.destroy_process_group()")
+    (tmp_path / "example.py").write_text(shown + check + "dist.destroy_process_group()" + closing)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "example.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as torchrun:
         try:
