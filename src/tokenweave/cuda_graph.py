@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from tokenweave.collective.launch import driver, loaded
+from tokenweave.collective.launch import checked, driver, loaded
 from tokenweave.collective.norm import available
-from tokenweave.errors import CollectiveError
 
 _MOST_BYTES = 256  # of a memset that one warp does at once
 _MEMSET = 2  # CUgraphNodeType
@@ -102,11 +101,11 @@ def replace_memsets(graph: int, device: torch.device) -> int:
     replaced = 0
     for node in _nodes(api.cuGraphGetNodes, handle):
         kind = c_int()
-        _check(api.cuGraphNodeGetType(node, byref(kind)), "asking for a graph node's type")
+        checked(api.cuGraphNodeGetType(node, byref(kind)), "asking for a graph node's type")
         if kind.value != _MEMSET:
             continue
         memset = _Memset()
-        _check(api.cuGraphMemsetNodeGetParams(node, byref(memset)), "asking for a memset's parameters")
+        checked(api.cuGraphMemsetNodeGetParams(node, byref(memset)), "asking for a memset's parameters")
         size = memset.width * memset.element_size
         if memset.height != 1 or size > _MOST_BYTES or size % 4 or memset.dst % 4:
             continue
@@ -119,30 +118,27 @@ def replace_memsets(graph: int, device: torch.device) -> int:
         )
         params = _Kernel(fill.function, 1, 1, 1, fill.kernel.threads, 1, 1, 0, ctypes.addressof(pointers), None)
         new = c_void_p()
-        _check(
+        checked(
             api.cuGraphAddKernelNode(byref(new), handle, _array(before), c_size_t(len(before)), byref(params)),
             "adding a kernel node",
         )
         starts = _array([new] * len(after))
-        _check(api.cuGraphAddDependencies(handle, starts, _array(after), c_size_t(len(after))), "linking a kernel node")
-        _check(api.cuGraphDestroyNode(node), "removing a memset node")
+        checked(
+            api.cuGraphAddDependencies(handle, starts, _array(after), c_size_t(len(after))), "linking a kernel node"
+        )
+        checked(api.cuGraphDestroyNode(node), "removing a memset node")
         replaced += 1
     return replaced
 
 
 def _nodes(ask: Any, of: c_void_p) -> list[c_void_p]:
     count = c_size_t()
-    _check(ask(of, None, byref(count)), "counting a graph's nodes")
+    checked(ask(of, None, byref(count)), "counting a graph's nodes")
     found = (c_void_p * count.value)()
     if count.value:
-        _check(ask(of, found, byref(count)), "listing a graph's nodes")
+        checked(ask(of, found, byref(count)), "listing a graph's nodes")
     return [c_void_p(each) for each in found]
 
 
 def _array(nodes: list[c_void_p]) -> Any:
     return (c_void_p * len(nodes))(*nodes)
-
-
-def _check(status: int, what: str) -> None:
-    if status:
-        raise CollectiveError(f"{what}: CUDA driver error {status}")

@@ -70,7 +70,8 @@ def driver() -> ctypes.CDLL:
     return _driver
 
 
-def _check(status: int, what: str) -> None:
+def checked(status: int, what: str) -> None:
+    """CollectiveError for any status of the driver but success; ``what`` says what was being done."""
     if status:
         text = c_char_p()
         driver().cuGetErrorString(status, byref(text))
@@ -87,11 +88,11 @@ class Function:
     def __init__(self, kernel: Instantiation, compiled: Compiled) -> None:
         self.kernel = kernel
         module, self.function = c_void_p(), c_void_p()
-        _check(driver().cuModuleLoadData(byref(module), compiled.cubin), f"loading {kernel.name}")
-        _check(driver().cuModuleGetFunction(byref(self.function), module, kernel.name.encode()), kernel.name)
+        checked(driver().cuModuleLoadData(byref(module), compiled.cubin), f"loading {kernel.name}")
+        checked(driver().cuModuleGetFunction(byref(self.function), module, kernel.name.encode()), kernel.name)
         if kernel.dynamic_shared_bytes:  # 48 KiB without asking, and the static part counts too
             status = driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, kernel.dynamic_shared_bytes)
-            _check(status, f"{kernel.name}: {kernel.dynamic_shared_bytes} bytes of shared memory")
+            checked(status, f"{kernel.name}: {kernel.dynamic_shared_bytes} bytes of shared memory")
 
     def launch(
         self, blocks: int, stream: int, *params: Structure | c_int, cluster: int = 1, overlap: bool = False
@@ -119,7 +120,7 @@ class Function:
             blocks, 1, 1, self.kernel.threads, 1, 1, self.kernel.dynamic_shared_bytes, stream, attributes, n
         )
         status = driver().cuLaunchKernelEx(byref(config), self.function, pointers, None)
-        _check(status, f"launching {self.kernel.name} with {blocks} blocks in clusters of {cluster}")
+        checked(status, f"launching {self.kernel.name} with {blocks} blocks in clusters of {cluster}")
 
 
 @functools.cache
@@ -130,7 +131,7 @@ def loaded(kernel: Instantiation, device: int) -> Function:
     suffix = "a" if major >= 9 else ""
     with torch.cuda.device(device):
         current = c_void_p()
-        _check(driver().cuCtxGetCurrent(byref(current)), "asking for the CUDA context")
+        checked(driver().cuCtxGetCurrent(byref(current)), "asking for the CUDA context")
         if not current:  # torch creates it late, and loading needs one
             torch.cuda.synchronize()
         return Function(kernel, compile_kernel(kernel, f"sm_{major}{minor}{suffix}"))
