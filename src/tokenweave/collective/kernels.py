@@ -48,7 +48,8 @@ def oneshot_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int,
     row_bytes = hidden * ELEMENT_BYTES[dtype]
     vectors = row_bytes // 16
     threads = norm_threads
-    if (rows > 8 or ranks > 2) and rows * row_bytes <= 2 << 20:
+    several = ranks > 2 and vectors <= 1024  # two vectors of eight ranks are more than 1024 threads have registers for
+    if (rows > 8 or several) and rows * row_bytes <= 2 << 20:
         threads = max(norm_threads, -(-vectors // -(-vectors // 1024) // 32) * 32)
     return Kernel("oneshot", ranks, rank, hidden, dtype, options, threads, norm_threads=norm_threads)
 
