@@ -24,6 +24,12 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not refused writes here."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+
+
 def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     """What is said of it: one line."""
     assert main(words.split()) == 2
@@ -66,6 +72,8 @@ def test_rates_at_which_requests_never_arrive(capsys: pytest.CaptureFixture[str]
         "trace --model Llama-3.1-8B --out /proc/none", "trace --model Llama-3.1-8B --out /dev/null",
         "trace --model Llama-3.1-8B --out /dev/null/x", "trace --model Llama-3.1-8B --out x --seed -1",
         "trace --model Llama-3.1-8B --out x --time-limit nan",
+        "trace --model . --out x --dummy",
+        "bench latency --model Llama-3.1-8B --layers 99", "bench latency --model SmolLM2-135M --tokens 9 --tp 8 --layers 99",
         "plan --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 5 --context 99999999999999999999",
         "predict --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 1 --context 99999999999999999999",
     ],
@@ -98,6 +106,18 @@ def test_names_that_no_file_can_have(capsys: pytest.CaptureFixture[str], monkeyp
         assert profile_path(identity_of()) == Path(setting)
     with pytest.raises(ProfileError, match="damaged or cut off"):
         parse_table("[" * 100_000, "deep.json")
+
+
+@pytest.mark.parametrize(
+    "command", ["trace --out x --tokens 64 --device cpu --model", "bench latency --tokens 9 --model"]
+)
+def test_missing_weights_are_told_once_and_not_by_every_rank(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert "no weights" in refused(f"{command} {tmp_path}", capsys)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 4}))
+    assert "more than the model's 4 query heads" in refused(f"{command} {tmp_path} --tp 8 --dummy", capsys)
 
 
 def test_doctor_of_a_quantisation_that_is_no_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from tokenweave.models import Model
+    from tokenweave.models.config import ModelConfig
 
 _BASELINES = "nccl,torch,flashinfer"
 _MODES = "sequential,fused,woven,auto,no_comm"
@@ -138,8 +139,6 @@ def model_of(args: argparse.Namespace, rank: int, ranks: int, group: dist.Proces
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
     where: dict[str, Any] = {"rank": rank, "world_size": ranks, "group": group, "dtype": dtype, "device": device}
     config = read_config(args.model)
-    if args.layers is not None and args.layers > config.layers:
-        raise RequestError(f"--layers {args.layers}; the model has {config.layers}")
     if args.dummy or not Path(args.model).exists():
         return dummy_model(config, layers=args.layers, seed=args.seed, **where)
     model = load_model(args.model, **where)
@@ -149,12 +148,26 @@ def model_of(args: argparse.Namespace, rank: int, ranks: int, group: dist.Proces
     return dataclasses.replace(model, config=config, layers=model.layers[: args.layers])
 
 
+def check_model(args: argparse.Namespace) -> ModelConfig:
+    """The numbers of the model; refuses one that :func:`model_of` could not make, before any rank starts and says so itself."""
+    from tokenweave.models import read_config
+    from tokenweave.models.hf_weights import HfWeights
+    from tokenweave.models.sharding import shard_of
+
+    config = read_config(args.model)
+    shard_of(config, 0, args.tp)
+    if args.layers is not None and not 1 <= args.layers <= config.layers:
+        raise RequestError(f"--layers {args.layers}; expected at least 1, and the model has {config.layers}")
+    if Path(args.model).is_dir() and not args.dummy:
+        HfWeights(Path(args.model))
+    return config
+
+
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
     from tokenweave.bench.latency.bench import MODES
     from tokenweave.bench.latency.sequential import BASELINES
     from tokenweave.bench.timing import MIN_ROUNDS
-    from tokenweave.models import read_config
 
     if not 2 <= args.tp <= 8:
         raise RequestError(f"--tp {args.tp}; expected 2 to 8")
@@ -163,8 +176,6 @@ def _check(args: argparse.Namespace) -> None:
     _some("--baselines", args.baselines, BASELINES)
     if args.rounds < MIN_ROUNDS:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
-    if args.layers is not None and args.layers < 1:
-        raise RequestError(f"--layers {args.layers}; expected at least 1")
     if not 0 <= args.sustain < 1e6:
         raise RequestError(f"--sustain {args.sustain:g}; expected 0 or more seconds")
     check_seed(args.seed)
@@ -172,7 +183,7 @@ def _check(args: argparse.Namespace) -> None:
     check_output("--json", args.json)
     check_output("--plot", args.plot, PICTURES)
     longest = max(numbers("--tokens", args.tokens))
-    if longest > (context := read_config(args.model).context):
+    if longest > (context := check_model(args).context):
         raise RequestError(f"--tokens {longest}; the model's context is {context}")
 
 

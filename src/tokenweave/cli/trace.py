@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_folder, check_seed, check_time_limit, command_line, numbers
-from tokenweave.cli.bench_latency import model_of
+from tokenweave.cli.bench_latency import check_model, model_of
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -180,8 +180,6 @@ def _report(
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
-    from tokenweave.models import read_config
-
     if not 2 <= args.tp <= 8:
         raise RequestError(f"--tp {args.tp}; expected 2 to 8")
     tokens = numbers("--tokens", args.tokens)
@@ -190,10 +188,8 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--tokens {args.tokens}; expected one number, at least {least} for --mode {args.mode}")
     check_seed(args.seed)
     check_time_limit(args.time_limit)
-    config = read_config(args.model)
+    config = check_model(args)
     layers = config.layers if args.layers is None else args.layers
-    if not 1 <= layers <= config.layers:
-        raise RequestError(f"--layers {layers}; the model has {config.layers}")
     if args.layer is not None and not 0 <= args.layer < layers:
         raise RequestError(f"--layer {args.layer}; expected 0 to {layers - 1}")
     if tokens[0] > config.context:

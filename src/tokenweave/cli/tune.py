@@ -80,9 +80,10 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--{unused[0]} is for --verify, which measures steps; add that, or leave it out")
     config = read_config(args.model)
     shard_of(config, 0, args.tp)
-    longest = max(_tokens(args)) if args.verify else 0
-    if longest > config.context:
-        raise RequestError(f"--tokens {longest}; the model's context is {config.context}")
+    if args.verify:
+        longest = max(_tokens(args), default=None)
+        if longest is None or longest > config.context:
+            raise RequestError(f"--tokens {longest}; the model's context is {config.context}")
 
 
 def _run_rank(args: argparse.Namespace) -> int:
@@ -196,9 +197,12 @@ def _verify(args: argparse.Namespace, me: Rank) -> None:
 
 
 def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
+    from tokenweave.models import read_config
     from tokenweave.tuning.verify import TOKENS
 
-    return TOKENS if args.tokens is None else numbers("--tokens", args.tokens)
+    if args.tokens is not None:
+        return numbers("--tokens", args.tokens)
+    return tuple(tokens for tokens in TOKENS if tokens <= read_config(args.model).context)
 
 
 def _default_path(identity: Identity) -> Path:
