@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 
 from tokenweave.cli.main import COMMANDS, _parser
 from tokenweave.planning import Mode
@@ -198,7 +200,10 @@ def test_a_program_that_is_shown_runs_under_torchrun(document, check, tmp_path):
     shown, closing = block.split("dist.destroy_process_group()")
     (tmp_path / "example.py").write_text(shown + check + "dist.destroy_process_group()" + closing)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "example.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as torchrun:
+    environment = dict(os.environ)
+    if torch.cuda.device_count() < 2:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as torchrun:
         try:
             _, errors = torchrun.communicate(timeout=120)
         except subprocess.TimeoutExpired:
