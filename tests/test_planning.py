@@ -167,6 +167,18 @@ def test_gemms_never_get_cheaper_with_rows_or_fewer_sms(gpu, n: int, k: int, exp
 # --- plans
 
 
+@pytest.mark.parametrize("tokens", [1024, 1200, 1536, 2048])
+@pytest.mark.parametrize(("gpu", "transport"), [("h100", "multimem"), ("h200", "p2p"), ("a100", "p2p")])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_mixtures_of_experts_are_cut_only_where_that_pays(gpu: str, transport: str, tp: int, tokens: int) -> None:
+    """Both halves read nearly all experts: at one or two thousand tokens a cut may cost more than it hides."""
+    explained = planner_of("Mixtral-8x7B", gpu, tp, transport).explain(tokens)
+    times, mode = explained.predicted_ms, str(explained.plan.mode)
+    plain = min(times["sequential"], times["fused"])
+    assert times[mode] <= plain
+    assert (mode == "woven") == (times["woven"] < GAIN * plain)
+
+
 @settings(max_examples=80, deadline=None)
 @given(setups, any_tokens, st.integers(0, 100000))
 def test_no_plan_is_expected_to_be_slower_than_sequential(setup, tokens: int, context: int) -> None:

@@ -367,6 +367,38 @@ def test_a_table_that_one_rank_cannot_use_is_used_by_none(home, asked):
     assert not silent
 
 
+def _found_in_groups(folder, members, drivers):
+    """Tensor-parallel groups beside each other: signature of the table that this rank's uses."""
+    groups = [dist.new_group(ranks) for ranks in members]  # every rank creates every group
+    rank = dist.get_rank()
+    mine = next(i for i, ranks in enumerate(members) if rank in ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(find.VARIABLE, str(Path(folder) / f"rank{rank}.json"))
+        profile = agreed_profile(LLAMA, MACHINE, groups[mine], None, identity_of(driver=drivers[rank]))
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return None if profile is None else profile.signature
+
+
+@pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[0, 2], [3, 1]]], ids=str)
+def test_groups_side_by_side_agree_each_for_itself(home, members):
+    """A group's first rank, which need not be the job's, has the table; one that a group cannot use troubles no other."""
+    for first, factor in zip((ranks[0] for ranks in members), (1.0, 3.0), strict=True):
+        first = min(members[0] if first in members[0] else members[1])  # groups sort their ranks
+        table = table_of(FakePieces(MACHINE, factor=factor), setting_of(MACHINE, max_tokens=1024))
+        write_table(table, home / f"rank{first}.json")
+    found = run_ranks(4, _found_in_groups, home, members, (GOOD,) * 4)
+    (a, b), (c, d) = ([found[rank] for rank in ranks] for ranks in members)
+    assert a == b is not None
+    assert c == d is not None
+    assert a != c
+    drivers = [("1.0" if rank == members[1][1] else GOOD) for rank in range(4)]
+    found = run_ranks(4, _found_in_groups, home, members, drivers)
+    assert [found[rank] for rank in members[0]] == [a, b]
+    assert [found[rank] for rank in members[1]] == [None, None]
+
+
 def test_drivers_name_themselves():
     open_module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)"
     closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\nGCC version: 11"
