@@ -158,6 +158,14 @@ class TestBothKinds:
         assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 5]
         with pytest.raises(RequestError, match="3 prompts with 2 sampling parameters"):
             llms[which].generate(["w1"] * 3, params)
+        for params in (5, [None, None], "greedy"):
+            with pytest.raises(RequestError, match=r"sampling_params=.*; expected SamplingParams, or a list of them"):
+                llms[which].generate(["w1", "w2"], params)
+        for nothing in (None, 5):
+            with pytest.raises(RequestError, match=f"prompts={nothing}; expected a prompt or a list"):
+                llms[which].generate(nothing)
+        with pytest.raises(RequestError, match="prompt_token_ids=5; expected a list"):
+            llms[which].generate({"prompt_token_ids": 5})
         with pytest.raises(RequestError, match="a prompt is 3"):
             llms[which].generate([3], GREEDY)
         assert llms[which].generate([], GREEDY) == []
@@ -203,6 +211,7 @@ def test_small_caches_and_contexts(model):
     [
         ({"dtype": "int3"}, RequestError, "dtype='int3'; expected one of auto, float32"),
         ({"mode": "quick"}, RequestError, "mode='quick'; expected one of auto, sequential, fused, woven"),
+        ({"graphs": "no"}, RequestError, "graphs='no'; expected True or False"),
         ({"max_batch_tokens": 0}, RequestError, "max_batch_tokens=0; expected an integer >= 1"),
         ({"max_context": 1000}, RequestError, "max_context=1000; this model's context is 128"),
         (

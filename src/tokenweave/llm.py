@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -197,7 +197,9 @@ class LLM:
         on_token: Callable[[Token], None] | None,
     ) -> list[RequestOutput]:
         ranks = self._open()
-        listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        if not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts={prompts!r}; expected a prompt or a list of prompts")
+        listed: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         requests = self._requests_of(listed, sampling_params)
         answers = [_Answer(TextStream(self.tokenizer, request.params.stop)) for request in requests]
         first = requests[0].number if requests else 0
@@ -274,6 +276,8 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):
+            raise RequestError(f"sampling_params={sampling_params!r:.80}; expected SamplingParams, or a list of them")
         if len(sampling_params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts with {len(sampling_params)} sampling parameters; expected one for all, or one each"
@@ -291,7 +295,10 @@ class LLM:
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
             ids = prompt["prompt_token_ids"]
-            return ids.tolist() if hasattr(ids, "tolist") else ids  # arrays and tensors are welcome
+            ids = ids.tolist() if hasattr(ids, "tolist") else ids  # arrays and tensors are welcome
+            if not isinstance(ids, Iterable):
+                raise RequestError(f"prompt_token_ids={ids!r}; expected a list of token ids")
+            return tuple(ids)
         if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
             return self.tokenizer.encode(prompt["prompt"])
         raise RequestError(

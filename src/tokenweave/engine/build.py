@@ -79,6 +79,8 @@ class EngineArgs:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name}={value!r}; expected an integer >= 1")
+        if not isinstance(self.graphs, bool):
+            raise RequestError(f"graphs={self.graphs!r}; expected True or False")
         gpus = torch.cuda.device_count()
         if self.device == "cuda" and gpus < self.tensor_parallel_size:
             raise RequestError(
