@@ -25,6 +25,14 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     return values
 
 
+def some(option: str, text: str, every: Iterable[str]) -> tuple[str, ...]:
+    """``"b,a"`` -> ("a", "b"): in the order of ``every``; RequestError, naming the option, for what is not among them."""
+    known, asked = tuple(every), text.split(",")
+    if unknown := [word for word in asked if word not in known]:
+        raise RequestError(f"{option} {unknown[0]!r}; expected some of {', '.join(known)}")
+    return tuple(word for word in known if word in asked)
+
+
 def command_line(command: Sequence[str], args: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """The arguments once more, as words: for a rank, which is a process of its own.
 

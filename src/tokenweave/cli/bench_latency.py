@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, command_line, numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, command_line, numbers, some
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -100,8 +99,8 @@ def _run_rank(args: argparse.Namespace) -> int:
         config = Config(
             model=Path(args.model).name,
             tokens=numbers("--tokens", args.tokens),
-            modes=_some("--modes", args.modes, MODES),
-            baselines=_some("--baselines", args.baselines, BASELINES),
+            modes=some("--modes", args.modes, MODES),
+            baselines=some("--baselines", args.baselines, BASELINES),
             rounds=args.rounds,
             seed=args.seed,
             sweep=args.sweep,
@@ -172,8 +171,8 @@ def _check(args: argparse.Namespace) -> None:
     if not 2 <= args.tp <= 8:
         raise RequestError(f"--tp {args.tp}; expected 2 to 8")
     numbers("--tokens", args.tokens)
-    _some("--modes", args.modes, MODES)
-    _some("--baselines", args.baselines, BASELINES)
+    some("--modes", args.modes, MODES)
+    some("--baselines", args.baselines, BASELINES)
     if args.rounds < MIN_ROUNDS:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
     if not 0 <= args.sustain < 1e6:
@@ -185,11 +184,3 @@ def _check(args: argparse.Namespace) -> None:
     longest = max(numbers("--tokens", args.tokens))
     if longest > (context := check_model(args).context):
         raise RequestError(f"--tokens {longest}; the model's context is {context}")
-
-
-def _some(option: str, text: str, every: Sequence[str]) -> tuple[str, ...]:
-    """The words of ``text``, in the order of ``every``, which has them all."""
-    asked = text.split(",")
-    if unknown := [word for word in asked if word not in every]:
-        raise RequestError(f"{option} {unknown[0]!r}; expected some of {', '.join(every)}")
-    return tuple(word for word in every if word in asked)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers
+from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers, some
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -173,9 +173,7 @@ def _check(args: argparse.Namespace) -> tuple[str, ...]:
     from tokenweave.bench.vllm.configurations import CONFIGURATIONS
     from tokenweave.doctor.vllm import VLLM_INSTALL, installed_vllm, plugin_is_visible
 
-    asked = args.configs.split(",")
-    if unknown := [name for name in asked if name not in CONFIGURATIONS]:
-        raise RequestError(f"--configs {unknown[0]!r}; expected some of {', '.join(CONFIGURATIONS)}")
+    asked = some("--configs", args.configs, CONFIGURATIONS)
     for option, value, least in (
         ("--tp", args.tp, 1),
         ("--rounds", args.rounds, 1),
@@ -215,7 +213,7 @@ def _check(args: argparse.Namespace) -> tuple[str, ...]:
             "vLLM would not find the plugin: it looks for an installed package's entry point, and TokenWeave is imported "
             "from its sources; pip install --no-deps -e . (with sources and their src/tokenweave.egg-info it finds it too)"
         )
-    return tuple(name for name in CONFIGURATIONS if name in asked)
+    return asked
 
 
 def _sizes(option: str, words: str) -> tuple[int, ...]:
