@@ -74,6 +74,7 @@ def test_rates_at_which_requests_never_arrive(capsys: pytest.CaptureFixture[str]
         "trace --model Llama-3.1-8B --out x --time-limit nan",
         "trace --model . --out x --dummy",
         "bench latency --model Llama-3.1-8B --layers 99", "bench latency --model SmolLM2-135M --tokens 9 --tp 8 --layers 99",
+        "doctor --tp 4", "doctor --gpu h100",
         "plan --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 5 --context 99999999999999999999",
         "predict --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 1 --context 99999999999999999999",
     ],
@@ -118,6 +119,22 @@ def test_missing_weights_are_told_once_and_not_by_every_rank(
     assert "no weights" in refused(f"{command} {tmp_path}", capsys)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 4}))
     assert "more than the model's 4 query heads" in refused(f"{command} {tmp_path} --tp 8 --dummy", capsys)
+
+
+def test_a_torchrun_environment_without_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "a",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "y",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert "RANK='a' in the environment" in refused(
+        "trace --model SmolLM2-135M --tokens 9 --device cpu --out here", capsys
+    )
 
 
 def test_doctor_of_a_quantisation_that_is_no_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

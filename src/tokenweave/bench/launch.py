@@ -67,12 +67,14 @@ def joined(device_type: str = "cuda") -> Iterator[Rank]:
     the block ends.
 
     Raises:
-        RequestError: not 2 to 8 ranks, or no GPU for this one.
+        RequestError: not 2 to 8 ranks, no GPU for this one, or an environment without numbers.
     """
     import torch
     import torch.distributed as dist
 
-    rank, local, ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    from tokenweave.engine.local import environment_number
+
+    rank, local, ranks = (environment_number(name, -1) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     gpu = device_type == "cuda"
     if not 2 <= ranks <= 8 or (gpu and torch.cuda.device_count() <= local):
         raise RequestError(

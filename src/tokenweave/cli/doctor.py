@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--vllm", metavar="MODEL", help="instead: what the vLLM plugin would do with this model, and why"
     )
-    parser.add_argument("--tp", type=int, default=2, help="with --vllm: tensor parallel size (default 2)")
+    parser.add_argument("--tp", type=int, help="with --vllm: tensor parallel size (default 2)")
     parser.add_argument("--gpu", help="with --vllm: the planner's name of a GPU (default: this machine's, or h200)")
 
 
@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report; 0, or 2 where nothing can run."""
     if args.vllm is not None:
         return _run_vllm(args)
+    if unused := [option for option in ("tp", "gpu") if getattr(args, option) is not None]:
+        raise RequestError(f"--{unused[0]} is for --vllm MODEL; add that, or leave it out")
     report = examine()
     print(json.dumps({**dataclasses.asdict(report), "broken": report.broken}, indent=2) if args.json else text(report))
     return 2 if report.broken else 0
@@ -64,9 +66,10 @@ def text(report: Report) -> str:
 def _run_vllm(args: argparse.Namespace) -> int:
     from tokenweave.doctor.vllm import examine_vllm
 
-    if args.tp < 1:
-        raise RequestError(f"--tp {args.tp}; expected at least 1")
-    report = examine_vllm(args.vllm, tp=args.tp, gpu=args.gpu)
+    tp = 2 if args.tp is None else args.tp
+    if tp < 1:
+        raise RequestError(f"--tp {tp}; expected at least 1")
+    report = examine_vllm(args.vllm, tp=tp, gpu=args.gpu)
     print(json.dumps(dataclasses.asdict(report), indent=2) if args.json else vllm_text(report))
     return 0
 
