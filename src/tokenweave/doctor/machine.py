@@ -21,6 +21,7 @@ from typing import Any
 PYTHON_MIN = (3, 10)
 TORCH_MIN = (2, 11)
 TORCH_INSTALL = "pip install 'torch>=2.11'"
+CLOCKS = "nvidia-ml-py"  # of the extra "cuda": benchmarks read clocks and power through it, the transports need it not
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def examine() -> Report:
     advice: list[Advice] = []
     if sys.version_info < PYTHON_MIN:
         advice.append(Advice(f"Python {platform.python_version()} is too old", "install Python 3.10 or newer", True))
-    required, for_cuda = requirements(), requirements("cuda")
+    required = requirements()
+    for_cuda = {name: line for name, line in requirements("cuda").items() if name != CLOCKS}
     if not required:
         advice.append(
             Advice("this package is imported from its sources, so what it needs is unknown", "pip install -e .")
