@@ -100,7 +100,6 @@ def bucket_of(ranges: Sequence[RowRange], plan: Plan, max_rows: int, max_length:
     if rows > MAX_ROWS or sequences > _SEQUENCES[-1]:
         return None
     capacity = min(bucket_rows(rows), max_rows)
-    launch = (plan.mode, plan.ctas, plan.cluster, tuple(sorted(plan.gemm_sms.items())), plan.start_at)
     if len(ranges) == 1 and len(ranges[0].sequences) == rows:
         # A row a sequence: attention splits long contexts over blocks, by their bound, so it must not be far off.
         longest = max(s.length for s in ranges[0].sequences)
@@ -108,14 +107,14 @@ def bucket_of(ranges: Sequence[RowRange], plan: Plan, max_rows: int, max_length:
         while length < longest:
             length *= 4
         shape = SplitShape(capacity, capacity, capacity)
-        return Bucket((SplitBucket(shape, 1),), min(length, max_length), *launch)
+        return Bucket((SplitBucket(shape, 1),), min(length, max_length), *plan.launch)
     room = min(next(size for size in _SEQUENCES if size >= sequences), max_rows)
     splits: list[SplitBucket] = []
     for given in ranges:
         size = given.rows if given is not ranges[-1] else capacity - sum(s.shape.rows for s in splits)
         longest = max(s.tokens for s in given.sequences)
         splits.append(SplitBucket(SplitShape(size, room, room), max(2, 1 << (longest - 1).bit_length())))
-    return Bucket(tuple(splits), max_length, *launch)
+    return Bucket(tuple(splits), max_length, *plan.launch)
 
 
 @dataclass

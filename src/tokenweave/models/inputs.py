@@ -15,6 +15,26 @@ def _nobody_asks(point: str) -> None:
     pass
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """What a split's compute has to know of the collective that may run beside it.
+
+    Attributes:
+        gemm_sms: GEMM name -> SMs that it should plan for, because a collective holds the others; all of them if absent.
+        reached: told of each of :data:`tokenweave.planning.plan.POINTS` when the compute comes to it.
+    """
+
+    gemm_sms: Mapping[str, int] = field(default_factory=dict)
+    reached: Callable[[str], None] = _nobody_asks
+
+    @contextmanager
+    def gemm(self, name: str) -> Iterator[None]:
+        """A GEMM is launched inside: says so, and limits it to its SMs."""
+        self.reached(name)
+        with sm_budget(self.gemm_sms.get(name)):
+            yield
+
+
 @dataclass(frozen=True)
 class SequenceRows:
     """Query rows of a split that belong to one sequence: a prefill chunk, a part of one, or a decode step's single row.
@@ -60,7 +80,7 @@ class PackedSequences:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Launches):
     """One split's rows.
 
     Attributes:
@@ -70,8 +90,6 @@ class Inputs:
             ``packed``): a row of padding, which is computed and means nothing.
         sequences: cover rows 0..tokens in order, without gaps. With ``packed`` it need not be given.
         packed: the sequences for attention in one launch, on GPUs where that is available.
-        gemm_sms: GEMM name -> SMs that it should plan for, because a collective holds the others; all of them if absent.
-        reached: told of each of :data:`tokenweave.planning.plan.POINTS` when the compute comes to it.
     """
 
     token_ids: torch.Tensor
@@ -79,12 +97,3 @@ class Inputs:
     cache_rows: torch.Tensor
     sequences: tuple[SequenceRows, ...]
     packed: PackedSequences | None = None
-    gemm_sms: Mapping[str, int] = field(default_factory=dict)
-    reached: Callable[[str], None] = _nobody_asks
-
-    @contextmanager
-    def gemm(self, name: str) -> Iterator[None]:
-        """A GEMM is launched inside: says so, and limits it to its SMs."""
-        self.reached(name)
-        with sm_budget(self.gemm_sms.get(name)):
-            yield

@@ -215,8 +215,7 @@ class Graphs:
 
 
 def _key(capacity: int, room: int, plan: Plan) -> Key:
-    gemms = tuple(sorted(plan.gemm_sms.items()))
-    return capacity, room, plan.mode, plan.split, plan.ctas, plan.cluster, gemms, plan.start_at
+    return capacity, room, *plan.launch, plan.split
 
 
 @contextlib.contextmanager

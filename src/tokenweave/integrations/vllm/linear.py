@@ -6,23 +6,19 @@ from typing import Any
 
 import torch
 
-from tokenweave.models.sm_budget import sm_budget
 
-
-def partial_linear(layer: Any, x: torch.Tensor, out: torch.Tensor, sms: int | None = None) -> None:
+def partial_linear(layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
     """This rank's partial sums of a ``RowParallelLinear``, without its bias (which the epilogue adds once).
 
     Args:
         layer: its ``quant_method`` computes, whatever the quantisation.
         x: [tokens, input columns of this rank].
         out: [tokens, hidden], in the workspace.
-        sms: that the GEMM should plan for, or None.
     """
-    with sm_budget(sms):
-        if writes_in_place(layer):
-            torch.mm(x, layer.weight.t(), out=out)
-        else:
-            out.copy_(layer.quant_method.apply(layer, x, None))
+    if writes_in_place(layer):
+        torch.mm(x, layer.weight.t(), out=out)
+    else:
+        out.copy_(layer.quant_method.apply(layer, x, None))
 
 
 def writes_in_place(layer: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import Workspace
+from tokenweave.engine.batch import gemm_sms
 from tokenweave.engine.collectives import check, collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
@@ -312,8 +313,8 @@ class Runtime:
             if self.needs_clean_padding:
                 last = torch.arange(max(0, tokens - TILE), tokens, device=self.device, dtype=torch.int32)
                 padding = (last >= real).unsqueeze(1)
-        gemm_sms = {gemm: sms for (gemm, split), sms in cut.plan.gemm_sms.items() if split == name}
-        inputs = Inputs(tables.token_ids[start:stop], tables.positions[start:stop], context, gemm_sms, padding, reached)
+        rows = tables.token_ids[start:stop], tables.positions[start:stop]
+        inputs = Inputs(*rows, context, padding, gemm_sms=gemm_sms(cut.plan, name), reached=reached)
         return Split(start, tokens, inputs, self.residual[start:stop], row_count=real)
 
     def _may_capture(self) -> bool:

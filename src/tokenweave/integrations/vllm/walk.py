@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from tokenweave.integrations.vllm.linear import partial_embedding, partial_linear, row_bias
-from tokenweave.models.sm_budget import sm_budget
+from tokenweave.models.inputs import Launches
 from tokenweave.stages import Epilogue, Stage
-
-
-def _nobody_asks(point: str) -> None:
-    pass
 
 
 class Compat(Protocol):
@@ -29,14 +25,12 @@ class Compat(Protocol):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Launches):
     """A split's rows, as the stages see them.
 
     Attributes:
         token_ids, positions: [tokens].
         context: vLLM's forward context of these rows (their attention metadata and cache slots); entered and left again.
-        gemm_sms: GEMM name -> SMs that it plans for.
-        reached: told of each of :data:`tokenweave.planning.plan.POINTS` when the compute comes to it.
         padding: bool [n, 1], which of the last n rows are padding, where that must hold finite numbers because rows meet
             (routing, per-tensor scales); None where it does not matter.
     """
@@ -44,9 +38,7 @@ class Inputs:
     token_ids: torch.Tensor
     positions: torch.Tensor
     context: AbstractContextManager[None]
-    gemm_sms: Mapping[str, int] = field(default_factory=dict)
     padding: torch.Tensor | None = None
-    reached: Callable[[str], None] = _nobody_asks
 
 
 def stages_of(model: Any, compat: Compat) -> list[Stage]:
@@ -85,8 +77,7 @@ def _epilogue(norm: Any, bias: torch.Tensor | None = None, *, has_residual: bool
 
 
 def _attention(attention: Any, compat: Compat, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
-    inputs.reached("qkv")
-    with sm_budget(inputs.gemm_sms.get("qkv")):
+    with inputs.gemm("qkv"):
         qkv, _ = attention.qkv_proj(x)
     q, k, v = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
     q, k = compat.normalise_queries_keys(attention, q, k)
@@ -96,18 +87,17 @@ def _attention(attention: Any, compat: Compat, x: torch.Tensor, inputs: Inputs, 
         heads = attention.attn(q, k, v)
     if inputs.padding is not None:  # attention leaves these rows as the allocator had them
         heads[-inputs.padding.shape[0] :].masked_fill_(inputs.padding, 0)
-    inputs.reached("o")
-    partial_linear(attention.o_proj, heads, out, inputs.gemm_sms.get("o"))
+    with inputs.gemm("o"):
+        partial_linear(attention.o_proj, heads, out)
 
 
 def _mlp(mlp: Any, compat: Compat, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
-    inputs.reached("gate_up")
-    with sm_budget(inputs.gemm_sms.get("gate_up")):
+    with inputs.gemm("gate_up"):
         gate_up, _ = mlp.gate_up_proj(x)
     inputs.reached("activation")
     activations = compat.activate(mlp, gate_up)
-    inputs.reached("down")
-    partial_linear(mlp.down_proj, activations, out, inputs.gemm_sms.get("down"))
+    with inputs.gemm("down"):
+        partial_linear(mlp.down_proj, activations, out)
 
 
 def _experts(block: Any, compat: Compat, x: torch.Tensor, inputs: Inputs, out: torch.Tensor) -> None:
