@@ -25,13 +25,13 @@ import torch.distributed as dist
 import fp8_cases
 from collective_cases import EPS, POISON, Case, Data, bits, call, check, make, on, open_workspace
 from tokenweave.bench.kernel import alone
-from tokenweave.collective import Workspace, cuda_backend, selftest
-from tokenweave.collective import compile as compiler
+from tokenweave.collective import Workspace, cuda_backend, kernels, selftest
 from tokenweave.collective.call import Call, Launch
-from tokenweave.collective.compile import Kernel, compile_kernel
 from tokenweave.collective.fp8 import Fp8
+from tokenweave.collective.kernels import Kernel
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.rows import owned_rows
+from tokenweave.cuda.compile import compile_kernel
 from tokenweave.stages import Epilogue
 
 GAP = 64 << 10  # bytes
@@ -219,13 +219,12 @@ def plant(what: str) -> None:
     """From now on, kernels of this process are compiled from sources with a mistake."""
     folder = Path(tempfile.mkdtemp())
     sources = folder / "csrc"
-    shutil.copytree(compiler.SOURCES, sources)
+    shutil.copytree(kernels.SOURCES, sources)
     text = (sources / "row.cuh").read_text()
     assert text.count(PLANTS[what][0]) == 1, "the source has changed: update PLANTS"
     (sources / "row.cuh").write_text(text.replace(*PLANTS[what]))
-    compiler.SOURCES = sources
+    kernels.SOURCES = sources
     os.environ["TOKENWEAVE_CACHE"] = str(folder)
-    compiler._sources.cache_clear()
 
 
 def run_as_rank(rank: int, store: str) -> None:

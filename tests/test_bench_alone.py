@@ -13,7 +13,7 @@ from alone_cases import GAP, Alone, _call, _expect_untouched, kernel_of, small
 from collective_cases import Case, make
 from tokenweave.bench.kernel import alone
 from tokenweave.collective import cuda_backend
-from tokenweave.collective.launch import MAX_BLOCKS, MAX_RANKS
+from tokenweave.collective.arguments import MAX_BLOCKS, MAX_RANKS
 from tokenweave.collective.symmetric import SENTINELS, STATE_WORDS
 from tokenweave.errors import CollectiveError
 

@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from tokenweave.cli.main import main
-from tokenweave.collective import compile as compiler
 from tokenweave.collective import cuda_backend
-from tokenweave.collective.compile import ELEMENT_BYTES, compile_kernel
 from tokenweave.collective.instantiations import HIDDEN, MAIN_OPTIONS, instantiations, option_names, option_sets
 from tokenweave.collective.kernels import (
     HAS_RESIDUAL,
@@ -27,7 +25,10 @@ from tokenweave.collective.kernels import (
     ring_kernel,
 )
 from tokenweave.collective.norm import norm_kernel
-from tokenweave.cuda_graph import _Fill
+from tokenweave.cuda import compile as compiler
+from tokenweave.cuda.compile import compile_kernel
+from tokenweave.cuda.dtypes import ELEMENT_BYTES
+from tokenweave.cuda.graph import _Fill
 from tokenweave.errors import CollectiveError
 
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}  # a block's, CUDA C++ Programming Guide
@@ -204,7 +205,7 @@ def test_a_damaged_entry_is_compiled_again(cache, compilations, damage):
 
 def test_other_sources_are_another_entry(cache, compilations, monkeypatch):
     compile_kernel(SMALL, "sm_90a")
-    monkeypatch.setattr(compiler, "_sources", lambda: "changed")
+    monkeypatch.setattr(compiler, "_digest", lambda folder: "changed")
     compile_kernel(SMALL, "sm_90a")
     assert len(compilations) == 2
 

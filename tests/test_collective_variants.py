@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tokenweave.collective.compile import Kernel, compile_kernel
 from tokenweave.collective.instantiations import instantiations, option_names, quantised_option_sets
 from tokenweave.collective.kernels import (
     FP8,
     HAS_RESIDUAL,
     ROW_SCALES,
     UNQUANTISED,
+    Kernel,
     multimem_kernel,
     oneshot_kernel,
     register_kernel,
     ring_kernel,
 )
+from tokenweave.cuda.compile import compile_kernel
 from tokenweave.errors import CollectiveError
 
 MAKERS = (ring_kernel, register_kernel, multimem_kernel, oneshot_kernel)

@@ -10,8 +10,8 @@ import torch
 
 from tokenweave.collective import cuda_backend, selftest, workspace
 from tokenweave.collective import fused_allreduce_rmsnorm as fused
+from tokenweave.collective.arguments import MAX_BLOCKS
 from tokenweave.collective.kernels import HAS_RESIDUAL, ROW_COUNT, ROWS, ring_depth
-from tokenweave.collective.launch import MAX_BLOCKS
 from tokenweave.collective.symmetric import FLAG_BYTES, RECORD_WORDS, STATE_WORDS, Symmetric
 from tokenweave.collective.workspace import Workspace
 from tokenweave.errors import CollectiveError

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from tokenweave.cuda_graph import capturing, replace_memsets
+from tokenweave.cuda.graph import capturing, replace_memsets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
 

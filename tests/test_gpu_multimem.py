@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from collective_cases import fresh_seed
 from test_gpu_collective import EPS, RANKS, _fresh, _one, _open, _options, _ranks, _row_count, _sizes
-from tokenweave.collective import compile as compiler
-from tokenweave.collective import fused_allreduce_rmsnorm, launch, selftest
+from tokenweave.collective import fused_allreduce_rmsnorm, kernels, selftest
+from tokenweave.cuda import launch
 from tokenweave.errors import CollectiveError
 
 pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
@@ -83,14 +83,13 @@ def _broken(change: tuple[str, str]) -> tuple[str, list[str]]:
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
             sources = folder / "csrc"
-            shutil.copytree(compiler.SOURCES, sources)
+            shutil.copytree(kernels.SOURCES, sources)
             text = (sources / "row.cuh").read_text()
             assert text.count(change[0]) == 1, "the source has changed: update this test"
             (sources / "row.cuh").write_text(text.replace(*change))
-            monkeypatch.setattr(compiler, "SOURCES", sources)
+            monkeypatch.setattr(kernels, "SOURCES", sources)
             monkeypatch.setenv("TOKENWEAVE_CACHE", str(folder))
             monkeypatch.setattr(selftest, "_passed", type(selftest._passed)())
-            compiler._sources.cache_clear()
             launch.loaded.cache_clear()
             with pytest.raises(CollectiveError, match="did not pass its self-test"):
                 _open(100, 4096, transport="p2p")
@@ -102,7 +101,6 @@ def _broken(change: tuple[str, str]) -> tuple[str, list[str]]:
                 assert torch.isfinite(rows).all()
     finally:
         log.removeHandler(handler)
-        compiler._sources.cache_clear()
         launch.loaded.cache_clear()
         shutil.rmtree(folder)
     with _open(72, 4096) as workspace:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tokenweave.collective.compile import DTYPES, compile_kernel
 from tokenweave.collective.instantiations import ARCHITECTURES
+from tokenweave.cuda.compile import compile_kernel
+from tokenweave.cuda.dtypes import DTYPES
 from tokenweave.models.kernels import rope_kernel, silu_kernel
 
 HEADS = [  # query slots, key/value slots, head_dim, norm

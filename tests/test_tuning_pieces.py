@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 from ranks import run_ranks
 from tokenweave.bench import timing
-from tokenweave.collective import norm
+from tokenweave.collective import torch_backend
 from tokenweave.models import model as model_module
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.machine import machine_of
@@ -153,7 +153,14 @@ def _no_gpu():
             "get_device_properties": lambda device: _Properties,
         },
         timing.GraphClock: {"capture": _capture},
-        chains: {"CHAIN_US": 1.0, "SAMPLES": 2, "MIN_CALLS": 2, "cover_us": lambda us: us},
+        chains: {
+            "CHAIN_US": 1.0,
+            "SAMPLES": 2,
+            "MIN_CALLS": 2,
+            "WARM_SECONDS": 1e-9,
+            "SAMPLE_SECONDS": 1e-9,
+            "cover_us": lambda us: us,
+        },
         gpu: {
             "attend_packed": _attend,
             "add_rmsnorm": lambda x, residual, epilogue: x,
@@ -166,7 +173,7 @@ def _no_gpu():
         },
         rig: {"MAX_POSITIONS": 1 << 12},
         gpu.kernels: {"rope_cache": _rope, "available": lambda x: False},
-        norm: {"available": lambda device: False},
+        torch_backend: {"available": lambda device: False},
         torch: {"_grouped_mm": _grouped},
         model_module.Model: {"capturable": True},
     }

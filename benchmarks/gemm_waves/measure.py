@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tokenweave.bench.environment import Monitor, describe, machine_line
-from tokenweave.collective.launch import loaded
+from tokenweave.cuda.launch import loaded
 from tokenweave.models.sm_budget import sm_budget
 
 STEP, MOST = 64, 8192
@@ -56,7 +56,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Hold:
-    """The holding kernel, as :func:`tokenweave.collective.compile.compile_kernel` wants it described."""
+    """The holding kernel, as :func:`tokenweave.cuda.compile.compile_kernel` wants it described."""
 
     name: str = "hold"
     threads: int = 512

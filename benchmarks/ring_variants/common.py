@@ -13,8 +13,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from tokenweave.collective import Workspace, fused_allreduce_rmsnorm, launch
-from tokenweave.collective import compile as compiler
+from tokenweave.collective import Workspace, fused_allreduce_rmsnorm, kernels
+from tokenweave.cuda.launch import loaded
 
 HIDDEN = 4096
 
@@ -24,29 +24,24 @@ _kept: list[torch.Tensor] = []
 @contextlib.contextmanager
 def changed_sources(line: str, instead: str) -> Iterator[None]:
     """Kernels that are loaded now are compiled from sources with another line."""
-    before = compiler.SOURCES, os.environ.get("TOKENWEAVE_CACHE")
+    before = kernels.SOURCES, os.environ.get("TOKENWEAVE_CACHE")
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder) / "csrc"
-        shutil.copytree(compiler.SOURCES, sources)
+        shutil.copytree(kernels.SOURCES, sources)
         text = (sources / "twoshot_ring.cu").read_text()
         assert text.count(line) == 1, "the source has changed: update this probe"
         (sources / "twoshot_ring.cu").write_text(text.replace(line, instead))
-        compiler.SOURCES = sources
+        kernels.SOURCES = sources
         os.environ["TOKENWEAVE_CACHE"] = folder
-        _forget_kernels()
+        loaded.cache_clear()
         try:
             yield
         finally:
-            compiler.SOURCES = before[0]
+            kernels.SOURCES = before[0]
             os.environ.pop("TOKENWEAVE_CACHE")
             if before[1] is not None:
                 os.environ["TOKENWEAVE_CACHE"] = before[1]
-            _forget_kernels()
-
-
-def _forget_kernels() -> None:
-    compiler._sources.cache_clear()
-    launch.loaded.cache_clear()
+            loaded.cache_clear()
 
 
 def collective(workspace: Workspace, start: int, tokens: int, ctas: int) -> torch.Tensor:

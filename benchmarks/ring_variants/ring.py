@@ -17,7 +17,7 @@ from common import HIDDEN, captured, changed_sources, collective, result_of, tim
 from tokenweave.bench.environment import describe
 from tokenweave.bench.launch import joined
 from tokenweave.collective import Workspace
-from tokenweave.collective.compile import SOURCES
+from tokenweave.collective.kernels import SOURCES
 
 SHAPES = [(1024, 4), (1024, 8), *((tokens, ctas) for tokens in (4096, 16384) for ctas in (4, 8, 12))]
 VARIANT = Path(__file__).parent / "lane_copies.cu"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 
 from tokenweave.bench.environment import describe
-from tokenweave.collective.compile import SOURCES
-from tokenweave.collective.launch import driver
+from tokenweave.cuda.compile import HEADERS
+from tokenweave.cuda.launch import driver
 
 ROWS, ROW = 8192, 8192
 KERNELS = {"store": 0, "bulk_store": 8 * 8192, "bulk_load": 8 * 24576}  # dynamic shared memory
@@ -35,7 +35,7 @@ def main() -> None:
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", device_id=device)
     source = Path(__file__).with_name("probe.cu").read_text()
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(HEADERS)])
     cubin = bytes(Program(source, "c++", options).compile("cubin").code)
     shared = symm.empty(ROWS * ROW, dtype=torch.uint8, device=device)
     peers = symm.rendezvous(shared, dist.group.WORLD).buffer_ptrs

@@ -48,7 +48,7 @@ class Graph:
     @staticmethod
     @contextlib.contextmanager
     def capture(stream: Stream, pool: Any) -> Iterator[Graph]:
-        """In the place of :func:`tokenweave.cuda_graph.capturing`."""
+        """In the place of :func:`tokenweave.cuda.graph.capturing`."""
         assert pool == (0, 0)
         Graph.capturing = Graph()
         try:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import Workspace
-from tokenweave.collective.norm import add_rmsnorm, available
+from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.torch_backend import normalised, reduced_rows
+from tokenweave.cuda.launch import available
 from tokenweave.engine.batch import Chunk, splits_of
 from tokenweave.engine.collectives import collective_of, overlap_of
 from tokenweave.engine.kv_cache import KVCache

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tokenweave.cuda_graph import capturing
+from tokenweave.cuda.graph import capturing
 from tokenweave.errors import RequestError
 
 MIN_ROUNDS = 20
@@ -123,8 +123,8 @@ class GraphClock:
         torch.cuda.synchronize()
         return graph
 
-    def replay(self, graph: torch.cuda.CUDAGraph, reset: Callable[[], None]) -> float:
-        """Microseconds of one replay on this rank.
+    def replay(self, graph: torch.cuda.CUDAGraph, reset: Callable[[], None], replays: int = 1) -> float:
+        """Microseconds of one replay on this rank, the mean of ``replays`` that follow one another.
 
         The GPU idles while the host queues the sample, then the ranks meet on the device, so that the start of the
         first call is not a wait for another rank's host.
@@ -133,7 +133,8 @@ class GraphClock:
         torch.cuda._sleep(SLEEP_CYCLES)
         dist.all_reduce(self._meet, group=self._group)
         self._start.record()
-        graph.replay()
+        for _ in range(replays):
+            graph.replay()
         self._end.record()
         torch.cuda.synchronize()
-        return self._start.elapsed_time(self._end) * 1e3
+        return self._start.elapsed_time(self._end) * 1e3 / replays

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
-    from tokenweave.collective.compile import Instantiation
+    from tokenweave.cuda.compile import Instantiation
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _COLUMNS = (
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _sizes(kernel: Instantiation) -> dict[str, Any]:
     """What the kernel is compiled for; "-" where it has no such number."""
-    from tokenweave.collective.compile import Kernel
     from tokenweave.collective.instantiations import MAIN_OPTIONS, option_names
+    from tokenweave.collective.kernels import Kernel
     from tokenweave.models.instantiations import sizes_text
     from tokenweave.models.kernels import RowKernel
 
@@ -121,7 +121,7 @@ def _compiled(kernels: list[Instantiation], arch: str, jobs: int) -> Iterator[tu
 
 
 def _resources(kernel: Instantiation, arch: str) -> tuple[int, int, int]:
-    from tokenweave.collective.compile import compile_kernel
+    from tokenweave.cuda.compile import compile_kernel
 
     compiled = compile_kernel(kernel, arch)
     return compiled.registers, compiled.spill_bytes, compiled.shared_bytes

@@ -206,10 +206,10 @@ def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _default_path(identity: Identity) -> Path:
-    from tokenweave.collective.compile import cache_dir
+    from tokenweave.cache import cache_dir
     from tokenweave.tuning.find import profile_path
 
-    return profile_path(identity) or cache_dir().parent / "profiles" / f"{identity.key}.json"
+    return profile_path(identity) or cache_dir("profiles") / f"{identity.key}.json"
 
 
 def summary(table: Table, path: Path) -> str:

@@ -10,8 +10,8 @@ from ctypes import Structure, c_int
 
 import torch
 
+from tokenweave.collective.arguments import MAX_BLOCKS, Args, PointerTable
 from tokenweave.collective.call import Call
-from tokenweave.collective.compile import Kernel
 from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.kernels import (
     BIAS,
@@ -24,6 +24,7 @@ from tokenweave.collective.kernels import (
     UNQUANTISED,
     WEIGHT_FP32,
     WEIGHT_OFFSET,
+    Kernel,
     groups_of,
     multimem_kernel,
     oneshot_kernel,
@@ -31,10 +32,10 @@ from tokenweave.collective.kernels import (
     ring_depth,
     ring_kernel,
 )
-from tokenweave.collective.launch import MAX_BLOCKS, Args, PointerTable, loaded
 from tokenweave.collective.rows import rows_per_rank
 from tokenweave.collective.symmetric import FLAG_BYTES, Symmetric
 from tokenweave.collective.workspace import Workspace
+from tokenweave.cuda.launch import loaded
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 

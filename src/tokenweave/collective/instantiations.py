@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from tokenweave.collective.compile import Kernel
 from tokenweave.collective.kernels import (
     BIAS,
     FP8,
@@ -17,6 +16,7 @@ from tokenweave.collective.kernels import (
     UNQUANTISED,
     WEIGHT_FP32,
     WEIGHT_OFFSET,
+    Kernel,
     multimem_kernel,
     oneshot_kernel,
     register_kernel,

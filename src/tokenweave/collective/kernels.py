@@ -1,15 +1,69 @@
-"""Kernels' launch shapes, as pure functions of (ranks, hidden, dtype, options): compilable without a GPU."""
+"""The kernels: their compile-time constants, and their launch shapes as pure functions of (ranks, hidden, dtype, options)."""
 
 from __future__ import annotations
 
-from tokenweave.collective.compile import ELEMENT_BYTES, Kernel
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from tokenweave.cuda.dtypes import DTYPES, ELEMENT_BYTES
+
+SOURCES = Path(__file__).parent / "csrc"
 # enum Option of csrc/row.cuh
 HAS_RESIDUAL, BIAS, POST_NORM, WEIGHT_FP32, ROWS, ROW_COUNT, WEIGHT_OFFSET = (1 << i for i in range(7))
 FP8, ROW_SCALES, UNQUANTISED = (1 << i for i in range(7, 10))
 SHARED_BYTES = 227 << 10  # a block's shared memory on sm_90 and sm_100, CUDA C++ Programming Guide
 STATIC_SHARED = 2048  # barriers and reduction slots
 _IN_FLIGHT = 576 << 10  # bytes; on H200 with 18 links, 12 to 16 blocks were fastest with 512 to 640 KiB
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation of one of the kernels in ``csrc/``; the fields are its compile-time constants.
+
+    Attributes:
+        name: file and function: ``"twoshot_ring"``, ``"twoshot_registers"``, ``"twoshot_multimem"``, ``"oneshot"`` ...
+        ranks, rank: of the group.
+        hidden: elements a row. dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        options: bits of ``enum Option`` in ``csrc/row.cuh``.
+        group_threads: threads that share a row. groups: rows at a time in a block.
+        stages: rows that the ring holds, each of all ranks and the residual; 0 for the other kernels.
+        emulated: 1 for peer-to-peer loops in place of the multicast instructions; for tests.
+        norm_threads: threads whose order the norm's sum follows; 0 for ``group_threads``.
+    """
+
+    name: str
+    ranks: int
+    rank: int
+    hidden: int
+    dtype: str
+    options: int
+    group_threads: int
+    groups: int = 1
+    stages: int = 0
+    emulated: int = 0
+    norm_threads: int = 0
+
+    @property
+    def source(self) -> Path:
+        """Its file."""
+        return SOURCES / f"{self.name}.cu"
+
+    @property
+    def threads(self) -> int:
+        """Threads per block: the groups, and the ring's producer warp."""
+        return self.group_threads * self.groups + (32 if self.stages else 0)
+
+    @property
+    def dynamic_shared_bytes(self) -> int:
+        """Dynamic shared memory per block."""
+        return self.stages * (self.ranks + 1) * self.hidden * ELEMENT_BYTES[self.dtype]
+
+    def defines(self) -> list[tuple[str, str]]:
+        """The preprocessor definitions that select this instantiation."""
+        values = {key.upper(): value for key, value in asdict(self).items() if key not in ("name", "dtype")}
+        values["DTYPE"] = DTYPES[self.dtype]
+        values["NORM_THREADS"] = self.norm_threads or self.group_threads
+        return [(f"TW_{key}", str(value)) for key, value in values.items()]
 
 
 def ring_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int) -> Kernel | None:

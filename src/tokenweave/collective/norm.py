@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
-
 import torch
 
 from tokenweave.collective import cuda_backend
-from tokenweave.collective.compile import DTYPES, ELEMENT_BYTES, Kernel
-from tokenweave.collective.launch import Args, loaded
+from tokenweave.collective.arguments import Args
+from tokenweave.collective.kernels import Kernel
+from tokenweave.cuda.dtypes import DTYPES, ELEMENT_BYTES
+from tokenweave.cuda.launch import loaded
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
-
-log = logging.getLogger(__name__)
 
 
 def norm_kernel(hidden: int, dtype: str, options: int) -> Kernel:
@@ -76,18 +72,3 @@ def add_rmsnorm(
         function = loaded(kernel, torch.cuda.current_device())
         function.launch(x.shape[0], torch.cuda.current_stream().cuda_stream, args)
     return out
-
-
-@functools.cache
-def available(device: torch.device) -> bool:
-    """Whether :func:`add_rmsnorm` can run on ``device``; where it can't on a GPU, says why in the log."""
-    if device.type != "cuda":
-        return False
-    missing = None
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        missing = "cuda-core is not installed (pip install 'tokenweave[cuda]')"
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        missing = f"{torch.cuda.get_device_name(device)} has less than compute capability 8.0"
-    if missing:
-        log.warning("residual add and RMSNorm run as a chain of torch operations, which is slow: %s", missing)
-    return missing is None

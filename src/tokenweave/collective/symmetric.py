@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import fp8
-from tokenweave.collective.launch import MAX_BLOCKS, MAX_RANKS
+from tokenweave.collective.arguments import MAX_BLOCKS, MAX_RANKS
 from tokenweave.errors import CollectiveError
 
 STATE_WORDS = MAX_BLOCKS + 8  # epochs, the poison word, the one-shot kernel's counters

@@ -17,6 +17,7 @@ from tokenweave.collective.call import Call
 from tokenweave.collective.fp8 import quantise
 from tokenweave.collective.rows import owned_rows
 from tokenweave.collective.workspace import Workspace
+from tokenweave.cuda.launch import available
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 
@@ -133,7 +134,7 @@ def sequential(
     if workspace.world_size > 1 and partial.numel():
         dist.all_reduce(total, group=workspace.group)
         _count(workspace, 2 * partial.nbytes * (workspace.world_size - 1) // workspace.world_size)
-    if norm.available(partial.device) and residual.is_contiguous():
+    if available(partial.device) and residual.is_contiguous():
         norm.add_rmsnorm(total, residual, epilogue)
         if total.data_ptr() != partial.data_ptr():  # its rows were apart
             partial.copy_(total)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenweave.collective.workspace import Workspace
-from tokenweave.cuda_graph import capturing
+from tokenweave.cuda.graph import capturing
 from tokenweave.engine.batch import Chunk, gemm_sms, row_range_of, rows_of
 from tokenweave.engine.collectives import collective_of, layout_of, overlap_of
 from tokenweave.engine.split_buffer import RowRange, SplitShape, packed_inputs

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from tokenweave.collective.compile import DTYPES
-from tokenweave.collective.launch import loaded
-from tokenweave.collective.norm import available as kernels_available
+from tokenweave.cuda.dtypes import DTYPES
+from tokenweave.cuda.launch import available as kernels_available
+from tokenweave.cuda.launch import loaded
 
 _SOURCES = Path(__file__).parent / "csrc"
 _THREADS = 256
@@ -36,7 +36,7 @@ class RowKernel:
         return _SOURCES / f"{self.name}.cu"
 
     def defines(self) -> list[tuple[str, str]]:
-        """As :class:`tokenweave.collective.compile.Instantiation` has it."""
+        """As :class:`tokenweave.cuda.compile.Instantiation` has it."""
         values = {**dict(self.constants), "DTYPE": DTYPES[self.dtype], "THREADS": self.threads}
         return [(f"TW_{name}", str(value)) for name, value in values.items()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tokenweave.collective.compile import cache_dir
+from tokenweave.cache import cache_dir
 from tokenweave.errors import ProfileError
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.machine import Machine
@@ -36,7 +36,7 @@ def profile_path(identity: Identity) -> Path | None:
             os.path.expanduser(setting)
         )  # these two, unlike Path's, take any nonsense: reading it says what is wrong
         return path / f"{identity.key}.json" if os.path.isdir(path) else path
-    return cache_dir().parent / "profiles" / f"{identity.key}.json"
+    return cache_dir("profiles") / f"{identity.key}.json"
 
 
 def agreed_profile(

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from tokenweave.collective import fp8, op
+from tokenweave.collective.arguments import MAX_BLOCKS, MAX_RANKS
 from tokenweave.collective.call import Call
-from tokenweave.collective.launch import MAX_BLOCKS, MAX_RANKS, driver
 from tokenweave.collective.symmetric import (
     FLAG_BYTES,
     RECORD_WORDS,
@@ -29,6 +29,7 @@ from tokenweave.collective.symmetric import (
     oneshot_rows,
 )
 from tokenweave.collective.workspace import Workspace
+from tokenweave.cuda.launch import driver
 from tokenweave.errors import CollectiveError
 
 _AHEAD = 1 << 30  # an epoch that no run reaches

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenweave.cuda_graph import capturing
+from tokenweave.cuda.graph import capturing
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.measured import SIZES, milliseconds
 from tokenweave.integrations.vllm.step import Cut

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tokenweave.collective.launch import checked, driver, loaded
-from tokenweave.collective.norm import available
+from tokenweave.cuda.compile import HEADERS
+from tokenweave.cuda.launch import available, checked, driver, loaded
 
 _MOST_BYTES = 256  # of a memset that one warp does at once
 _MEMSET = 2  # CUgraphNodeType
@@ -49,7 +49,7 @@ def capturing(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cud
 
 @dataclass(frozen=True)
 class _Fill:
-    """``collective/csrc/fill_words.cu``."""
+    """``csrc/fill_words.cu``."""
 
     name: str = "fill_words"
     threads: int = 32
@@ -57,7 +57,7 @@ class _Fill:
 
     @property
     def source(self) -> Path:
-        return Path(__file__).parent / "collective" / "csrc" / "fill_words.cu"
+        return HEADERS / "fill_words.cu"
 
     def defines(self) -> list[tuple[str, str]]:
         return [("TW_THREADS", str(self.threads))]

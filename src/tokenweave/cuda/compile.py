@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels at run time for exactly what is asked for, with a cache on disk.
+"""Compiles CUDA kernels at run time for exactly what is asked for, with a cache on disk: ``$TOKENWEAVE_CACHE/kernels``.
 
 NVRTC through ``cuda.core`` needs neither a CUDA toolkit nor a GPU. Cache entries are keyed by the sources, the options,
 the architecture and the compiler's version, and replaced atomically, so concurrent ranks are safe.
@@ -18,19 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+from tokenweave.cache import cache_dir
 from tokenweave.errors import CollectiveError
 
-SOURCES = Path(__file__).parent / "csrc"
-DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+HEADERS = Path(__file__).parent / "csrc"
+"""Of instructions and dtypes; every kernel can include them."""
 
 
 class Instantiation(Protocol):
-    """A kernel with its compile-time constants, of any part of the package.
+    """A kernel with its compile-time constants, of any part of the package or from outside.
 
     Attributes:
         name: of the function, and of the source file without its ending.
-        source: the file. It may include the headers of ``collective/csrc``.
+        source: the file. It may include :data:`HEADERS` and what lies beside it.
         threads: per block. dynamic_shared_bytes: per block.
     """
 
@@ -51,56 +51,6 @@ class Instantiation(Protocol):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One instantiation of one of the kernels in ``csrc/``; the fields are its compile-time constants.
-
-    Attributes:
-        name: file and function: ``"twoshot_ring"``, ``"twoshot_registers"``, ``"twoshot_multimem"``, ``"oneshot"`` ...
-        ranks, rank: of the group.
-        hidden: elements a row. dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-        options: bits of ``enum Option`` in ``csrc/row.cuh``.
-        group_threads: threads that share a row. groups: rows at a time in a block.
-        stages: rows that the ring holds, each of all ranks and the residual; 0 for the other kernels.
-        emulated: 1 for peer-to-peer loops in place of the multicast instructions; for tests.
-        norm_threads: threads whose order the norm's sum follows; 0 for ``group_threads``.
-    """
-
-    name: str
-    ranks: int
-    rank: int
-    hidden: int
-    dtype: str
-    options: int
-    group_threads: int
-    groups: int = 1
-    stages: int = 0
-    emulated: int = 0
-    norm_threads: int = 0
-
-    @property
-    def source(self) -> Path:
-        """Its file."""
-        return SOURCES / f"{self.name}.cu"
-
-    @property
-    def threads(self) -> int:
-        """Threads per block: the groups, and the ring's producer warp."""
-        return self.group_threads * self.groups + (32 if self.stages else 0)
-
-    @property
-    def dynamic_shared_bytes(self) -> int:
-        """Dynamic shared memory per block."""
-        return self.stages * (self.ranks + 1) * self.hidden * ELEMENT_BYTES[self.dtype]
-
-    def defines(self) -> list[tuple[str, str]]:
-        """The preprocessor definitions that select this instantiation."""
-        values = {key.upper(): value for key, value in asdict(self).items() if key not in ("name", "dtype")}
-        values["DTYPE"] = DTYPES[self.dtype]
-        values["NORM_THREADS"] = self.norm_threads or self.group_threads
-        return [(f"TW_{key}", str(value)) for key, value in values.items()]
-
-
-@dataclass(frozen=True)
 class Compiled:
     """A cubin and what the assembler said about it: registers per thread, spilled bytes, static shared bytes."""
 
@@ -116,19 +66,10 @@ def compile_kernel(kernel: Instantiation, arch: str) -> Compiled:
     Raises:
         CollectiveError: ``cuda-core``/NVRTC is not installed, or the compiler refused (its log is in the message).
     """
-    key = hashlib.sha256(
-        json.dumps([_sources(), kernel.name, kernel.defines(), arch, _versions()]).encode()
-    ).hexdigest()
-    path = cache_dir() / f"{kernel.name}-{key[:32]}"
+    sources = [_digest(folder) for folder in (HEADERS, kernel.source.parent)]
+    key = hashlib.sha256(json.dumps([sources, kernel.name, kernel.defines(), arch, _versions()]).encode()).hexdigest()
+    path = cache_dir("kernels") / f"{kernel.name}-{key[:32]}"
     return _read(path) or _write(path, _compile(kernel, arch))
-
-
-def cache_dir() -> Path:
-    """Where cubins are kept: ``$TOKENWEAVE_CACHE/kernels``, by default under ``~/.cache/tokenweave``."""
-    root = os.environ.get("TOKENWEAVE_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tokenweave"
-    )
-    return Path(root) / "kernels"
 
 
 def _compile(kernel: Instantiation, arch: str) -> Compiled:
@@ -139,14 +80,14 @@ def _compile(kernel: Instantiation, arch: str) -> Compiled:
             from cuda.core.experimental import Program, ProgramOptions
         except ImportError as error:
             raise CollectiveError(
-                "the GPU transports compile their kernels with NVRTC through cuda-core, which cannot be imported "
+                "TokenWeave compiles its kernels with NVRTC through cuda-core, which cannot be imported "
                 f"({error}): pip install 'tokenweave[cuda]'"
             ) from error
     options = ProgramOptions(
         name=f"{kernel.name}.cu",
         arch=arch,
         std="c++17",
-        include_path=[str(SOURCES)],
+        include_path=[str(kernel.source.parent), str(HEADERS)],
         define_macro=kernel.defines(),
         ptxas_options=["-v"],
         no_cache=True,  # NVRTC's own cache would answer without the assembler's report; ours keeps it
@@ -190,9 +131,10 @@ def _write(path: Path, compiled: Compiled) -> Compiled:
 
 
 @cache
-def _sources() -> str:
+def _digest(folder: Path) -> str:
+    """Of all sources there: a file may include any of them."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.parents[1].glob("*/csrc/*.cu*")):
+    for path in sorted(folder.glob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

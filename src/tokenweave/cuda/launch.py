@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_uint, c_uint64, c_void_p
+import importlib.util
+import logging
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_uint, c_void_p
 
 import torch
 
-from tokenweave.collective.compile import Compiled, Instantiation, compile_kernel
+from tokenweave.cuda.compile import Compiled, Instantiation, compile_kernel
 from tokenweave.errors import CollectiveError
 
-MAX_RANKS = 8
-MAX_BLOCKS = 256
-PointerTable = c_void_p * MAX_RANKS
-
-
-class Args(Structure):
-    """``struct Args`` of ``csrc/barrier.cuh``, field by field."""
-
-    _fields_ = (
-        ("x", PointerTable),
-        ("out", PointerTable),
-        ("fp8", PointerTable),
-        ("scales", PointerTable),
-        ("flags", PointerTable),
-        ("residual", c_void_p),
-        ("weight", c_void_p),
-        ("post_weight", c_void_p),
-        ("bias", c_void_p),
-        ("scale", c_void_p),
-        ("rows", c_void_p),
-        ("row_count", c_void_p),
-        ("state", c_void_p),
-        ("record", c_void_p),
-        ("time_limit", c_uint64),
-        ("eps", c_float),
-        ("weight_offset", c_float),
-        ("rank", c_int),
-        ("tokens", c_int),
-        ("n_rows", c_int),
-        ("signature", c_uint),
-    )
+log = logging.getLogger(__name__)
 
 
 class _Attribute(Structure):
@@ -135,3 +107,18 @@ def loaded(kernel: Instantiation, device: int) -> Function:
         if not current:  # torch creates it late, and loading needs one
             torch.cuda.synchronize()
         return Function(kernel, compile_kernel(kernel, f"sm_{major}{minor}{suffix}"))
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Whether kernels can be compiled for ``device`` and launched there; where they can't on a GPU, says why in the log."""
+    if device.type != "cuda":
+        return False
+    missing = None
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        missing = "cuda-core is not installed (pip install 'tokenweave[cuda]')"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        missing = f"{torch.cuda.get_device_name(device)} has less than compute capability 8.0"
+    if missing:
+        log.warning("chains of torch operations run in place of TokenWeave's kernels, which is slow: %s", missing)
+    return missing is None

@@ -1,0 +1,15 @@
+"""Where files are kept that can be made again: compiled kernels, measured tables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir(name: str) -> Path:
+    """The folder of one kind of file: ``$TOKENWEAVE_CACHE/<name>``, by default ``~/.cache/tokenweave/<name>``
+    (``$XDG_CACHE_HOME`` counts). It need not exist."""
+    root = os.environ.get("TOKENWEAVE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tokenweave"
+    )
+    return Path(root) / name

@@ -1,0 +1,1 @@
+"""What every kernel of the package needs, whatever it computes: a compiler with a cache, launches, graphs."""
