@@ -22,6 +22,7 @@ from collective_cases import fresh_seed
 from ranks import run_ranks
 from tiny_llama import answers, new_requests, save_tiny_llama
 from tokenweave import LLM
+from tokenweave.cuda.sm_budget import sm_budget
 from tokenweave.engine import collectives, graphs
 from tokenweave.engine.batch import Chunk, rows_of
 from tokenweave.engine.build import EngineArgs, build_engine, engine_around
@@ -33,7 +34,6 @@ from tokenweave.models.attention_cuda import attend_packed
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.dummy import dummy_model
 from tokenweave.models.inputs import PackedSequences, SequenceRows
-from tokenweave.models.sm_budget import sm_budget
 from tokenweave.planning.plan import Mode, Plan
 
 RANKS = int(os.environ.get("TOKENWEAVE_TEST_RANKS", "2"))

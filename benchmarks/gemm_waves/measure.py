@@ -24,7 +24,7 @@ import torch
 
 from tokenweave.bench.environment import Monitor, describe, machine_line
 from tokenweave.cuda.launch import loaded
-from tokenweave.models.sm_budget import sm_budget
+from tokenweave.cuda.sm_budget import sm_budget
 
 STEP, MOST = 64, 8192
 SHAPES = {  # (n, k)

@@ -1,1 +1,1 @@
-"""What every kernel of the package needs, whatever it computes: a compiler with a cache, launches, graphs."""
+"""What kernels need whatever they compute: a compiler with a cache, launches, graphs, a share of the SMs."""

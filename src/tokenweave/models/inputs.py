@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tokenweave.models.sm_budget import sm_budget
+from tokenweave.cuda.sm_budget import sm_budget
 
 
 def _nobody_asks(point: str) -> None:

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from tokenweave.bench.steps import PrefillSteps
 from tokenweave.collective import allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.norm import add_rmsnorm
+from tokenweave.cuda.sm_budget import sm_budget
 from tokenweave.engine.batch import Chunk, splits_of
 from tokenweave.engine.collectives import check
 from tokenweave.engine.kv_cache import KVCache
@@ -26,7 +27,6 @@ from tokenweave.models.inputs import PackedSequences
 from tokenweave.models.llama import gated
 from tokenweave.models.mixtral import MixtureMLP
 from tokenweave.models.rotary import Rotary
-from tokenweave.models.sm_budget import sm_budget
 from tokenweave.planning import Mode, Plan
 from tokenweave.planning.machine import Machine
 from tokenweave.planning.profile_table import (

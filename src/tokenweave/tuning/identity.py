@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from tokenweave.cuda.sm_budget import cublas_library
 from tokenweave.doctor.machine import nvidia_smi
 from tokenweave.models.config import ModelConfig
-from tokenweave.models.sm_budget import cublas_library
 from tokenweave.planning.profile_table import Identity, shape_of
 
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
