@@ -29,7 +29,7 @@ from tokenweave.cuda import compile as compiler
 from tokenweave.cuda.compile import compile_kernel
 from tokenweave.cuda.dtypes import ELEMENT_BYTES
 from tokenweave.cuda.graph import _Fill
-from tokenweave.errors import CollectiveError
+from tokenweave.errors import CudaError
 
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}  # a block's, CUDA C++ Programming Guide
 SHAPES = [
@@ -254,12 +254,12 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch,
 def test_without_nvrtc_the_error_says_how_to_get_it(cache, monkeypatch):
     for name in ("cuda.core", "cuda.core.experimental"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(CollectiveError, match=r"pip install 'tokenweave\[cuda\]'"):
+    with pytest.raises(CudaError, match=r"pip install 'tokenweave\[cuda\]'"):
         compile_kernel(SMALL, "sm_90a")
 
 
 def test_the_compilers_words_are_in_the_error(cache):
-    with pytest.raises(CollectiveError, match="a group is whole warps"):
+    with pytest.raises(CudaError, match="a group is whole warps"):
         compile_kernel(replace(SMALL, group_threads=33), "sm_90a")
 
 

@@ -23,6 +23,10 @@ class CollectiveError(TokenWeaveError, RuntimeError):
     """A collective was called with arguments that break its contract, or could not complete."""
 
 
+class CudaError(TokenWeaveError, RuntimeError):
+    """The CUDA compiler, driver or library could not do what a kernel or a GEMM needs."""
+
+
 class RankDied(TokenWeaveError, RuntimeError):
     """A rank's process ended while the others still needed it."""
 

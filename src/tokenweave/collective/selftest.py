@@ -19,7 +19,7 @@ from tokenweave.collective import torch_backend
 from tokenweave.collective.call import Call, Launch, Layout
 from tokenweave.collective.op import run
 from tokenweave.collective.workspace import Workspace
-from tokenweave.errors import CollectiveError
+from tokenweave.errors import CollectiveError, CudaError
 from tokenweave.stages import Epilogue
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _compile(workspace: Workspace, cases: list[_Case]) -> str | None:
     try:
         for case in cases:
             cuda_backend.prepare(workspace, case.layout, case.tokens, case.ctas)
-    except CollectiveError as error:
+    except (CollectiveError, CudaError) as error:
         return str(error)
     return None
 
@@ -110,7 +110,7 @@ def _wrong(workspace: Workspace, case: _Case, seed: int) -> str | None:
     broken = None
     try:
         _launch(call)
-    except CollectiveError as error:
+    except (CollectiveError, CudaError) as error:
         broken = str(error)
     expected = torch.full_like(start, float("nan"))
     torch_backend.fused(dataclasses.replace(call, partial=start, residual=residuals[1], out=expected))

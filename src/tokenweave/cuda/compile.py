@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenweave.cache import cache_dir
-from tokenweave.errors import CollectiveError
+from tokenweave.errors import CudaError
 
 HEADERS = Path(__file__).parent / "csrc"
 """Of instructions and dtypes; every kernel can include them."""
@@ -64,7 +64,7 @@ def compile_kernel(kernel: Instantiation, arch: str) -> Compiled:
     """Compiles for ``arch`` (``"sm_90a"``), or reads the cache.
 
     Raises:
-        CollectiveError: ``cuda-core``/NVRTC is not installed, or the compiler refused (its log is in the message).
+        CudaError: ``cuda-core``/NVRTC is not installed, or the compiler refused (its log is in the message).
     """
     sources = [_digest(folder) for folder in (HEADERS, kernel.source.parent)]
     key = hashlib.sha256(json.dumps([sources, kernel.name, kernel.defines(), arch, _versions()]).encode()).hexdigest()
@@ -79,7 +79,7 @@ def _compile(kernel: Instantiation, arch: str) -> Compiled:
         try:
             from cuda.core.experimental import Program, ProgramOptions
         except ImportError as error:
-            raise CollectiveError(
+            raise CudaError(
                 "TokenWeave compiles its kernels with NVRTC through cuda-core, which cannot be imported "
                 f"({error}): pip install 'tokenweave[cuda]'"
             ) from error
@@ -96,11 +96,11 @@ def _compile(kernel: Instantiation, arch: str) -> Compiled:
     try:
         cubin = Program(kernel.source.read_text(), "c++", options).compile("cubin", logs=log).code
     except Exception as error:  # cuda.core's own exception types differ between its versions
-        raise CollectiveError(f"NVRTC could not compile {kernel} for {arch}: {error}\n{log.getvalue()}") from error
+        raise CudaError(f"NVRTC could not compile {kernel} for {arch}: {error}\n{log.getvalue()}") from error
     text = log.getvalue()
     used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", text)
     if used is None:
-        raise CollectiveError(f"NVRTC's log for {kernel} has no resource report; it says: {text!r}")
+        raise CudaError(f"NVRTC's log for {kernel} has no resource report; it says: {text!r}")
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text))
     return Compiled(bytes(cubin), int(used[1]), spills, int(used[2] or 0))
 

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_uint, c_void_p
 import torch
 
 from tokenweave.cuda.compile import Compiled, Instantiation, compile_kernel
-from tokenweave.errors import CollectiveError
+from tokenweave.errors import CudaError
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ def driver() -> ctypes.CDLL:
 
 
 def checked(status: int, what: str) -> None:
-    """CollectiveError for any status of the driver but success; ``what`` says what was being done."""
+    """CudaError for any status of the driver but success; ``what`` says what was being done."""
     if status:
         text = c_char_p()
         driver().cuGetErrorString(status, byref(text))
-        raise CollectiveError(f"{what}: CUDA driver error {status} ({(text.value or b'unknown').decode()})")
+        raise CudaError(f"{what}: CUDA driver error {status} ({(text.value or b'unknown').decode()})")
 
 
 class Function:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tokenweave.errors import CollectiveError
+from tokenweave.errors import CudaError
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def sm_budget(sms: int | None) -> Iterator[None]:
     """GEMMs that this thread launches inside use at most ``sms`` SMs of the current GPU; None changes nothing.
 
     Raises:
-        CollectiveError: the library refuses, e.g. more SMs than there are.
+        CudaError: the library refuses, e.g. more SMs than there are.
     """
     if sms is None:
         yield
@@ -42,7 +42,7 @@ def _target(sms: int) -> None:
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
     status = cublas_library().cublasSetSmCountTarget(handle, ctypes.c_int(sms))
     if status:
-        raise CollectiveError(f"cublasSetSmCountTarget({sms}) failed with status {status}; expected 1 to the GPU's SMs")
+        raise CudaError(f"cublasSetSmCountTarget({sms}) failed with status {status}; expected 1 to the GPU's SMs")
 
 
 @functools.cache
@@ -57,4 +57,4 @@ def cublas_library() -> ctypes.CDLL:
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcublas.so" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[5])
-    raise CollectiveError("torch has loaded no libcublas.so; SM budgets need it: use plans without gemm_sms")
+    raise CudaError("torch has loaded no libcublas.so; SM budgets need it: use plans without gemm_sms")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tokenweave import errors
 from tokenweave.engine.build import EngineArgs
-from tokenweave.errors import CollectiveError, TokenWeaveError
+from tokenweave.errors import CollectiveError, CudaError, TokenWeaveError
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Failure:
     def of(error: BaseException) -> Failure:
         known = isinstance(error, TokenWeaveError) and hasattr(errors, type(error).__name__)
         message = str(error) if known else "".join(traceback.format_exception_only(type(error), error)).strip()
-        lost_peer = isinstance(error, (CollectiveError, dist.DistError)) or any(
+        lost_peer = isinstance(error, (CollectiveError, CudaError, dist.DistError)) or any(
             word in message for word in ("gloo", "NCCL", "Connection")
         )
         return Failure(type(error).__name__ if known else None, message, traceback.format_exc(), lost_peer)
