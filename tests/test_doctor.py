@@ -14,6 +14,7 @@ from tokenweave.cli.doctor import text
 from tokenweave.cli.main import main
 from tokenweave.collective import workspace
 from tokenweave.doctor import machine
+from tokenweave.models import attention_choice
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -80,6 +81,7 @@ def test_without_torch_it_says_so_and_how_to_get_it():
     assert done.returncode == 2
     assert "PROBLEM: torch is not installed\n    pip install 'torch>=2.11'" in done.stdout
     assert "transport   none" in done.stdout
+    assert "attention   none" in done.stdout
     assert done.stderr == ""
 
 
@@ -121,6 +123,30 @@ def test_two_gpus(two_h200):
     assert report.multicast.value == "yes"
     assert report.transport.value == "p2p"
     assert not report.broken
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "value", "why"),
+    [
+        ((9, 0), "", "fa3-fwd 0", "FlashAttention-3"),
+        ((8, 0), "", "torch", "torch's FlashAttention-2; FlashAttention-3 is for compute capability 9.0"),
+        ((9, 0), "torch", "torch", "torch's FlashAttention-2, because TOKENWEAVE_ATTENTION says so"),
+        ((9, 0), "flash-attn-9", "none", "TOKENWEAVE_ATTENTION='flash-attn-9'; expected one of auto, "),
+    ],
+)
+def test_the_attention_kernel_and_why(two_h200, monkeypatch, capability, asked, value, why):
+    build = SimpleNamespace(name="fa3-fwd", label="fa3-fwd 0")
+    monkeypatch.setattr(attention_choice, "FLASH3_BUILDS", (build,))
+    monkeypatch.setattr(attention_choice, "load_flash3", lambda given: None)
+    monkeypatch.setattr(attention_choice, "_load_flash2", lambda: None)
+    monkeypatch.setenv("TOKENWEAVE_ATTENTION", asked)
+    fake, _ = machine._torch()
+    properties = fake.cuda.get_device_properties(0)
+    properties.major, properties.minor = capability
+    report = machine.examine()
+    assert report.attention.value == value
+    assert report.attention.why.startswith(why)
+    assert f"attention   {value}: {why}" in text(report)
 
 
 def test_gpu_packages_are_asked_for_only_where_there_are_gpus(two_h200, monkeypatch):

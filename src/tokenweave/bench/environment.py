@@ -38,7 +38,12 @@ def describe() -> dict[str, Any]:
         "max_sm_mhz": sm,
         "max_memory_mhz": memory,
         "multicast": {"value": report.multicast.value, "why": report.multicast.why},
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "TORCH_SYMM_MEM"))},
+        "attention": {"value": report.attention.value, "why": report.attention.why},
+        "environment": {
+            k: v
+            for k, v in sorted(os.environ.items())
+            if k.startswith(("NCCL_", "TORCH_SYMM_MEM", "TOKENWEAVE_ATTENTION"))
+        },
     }
 
 

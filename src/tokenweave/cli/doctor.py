@@ -58,6 +58,7 @@ def text(report: Report) -> str:
         lines.append(f"GPU {link.first}-{link.second}     {peer}, {nvlinks}")
     lines.append(f"multicast   {report.multicast.value}: {report.multicast.why}")
     lines.append(f"transport   {report.transport.value}: {report.transport.why}")
+    lines.append(f"attention   {report.attention.value}: {report.attention.why}")
     for advice in report.advice:
         lines += ["", f"{'PROBLEM' if advice.fatal else 'hint'}: {advice.what}", f"    {advice.remedy}"]
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """What this machine has, and which transport would run on it. Standard library only; torch is looked at, not needed.
 
-:func:`examine` reads the machine, :func:`judge_multicast` and :func:`judge_transport` are pure functions of what it read.
+:func:`examine` reads the machine, :func:`judge_multicast` and :func:`judge_transport` are pure functions of what it read;
+:func:`judge_attention` loads the attention libraries that are installed.
 Nothing is created on a GPU: reading a multicast *attribute* is safe everywhere, creating a multicast object is not.
 """
 
@@ -83,6 +84,7 @@ class Report:
     links: tuple[Link, ...] = ()
     multicast: Verdict = field(default_factory=lambda: Verdict("no", "no GPU"))
     transport: Verdict = field(default_factory=lambda: Verdict("none", "torch is missing"))
+    attention: Verdict = field(default_factory=lambda: Verdict("none", "torch is missing"))
     advice: tuple[Advice, ...] = ()
 
     @property
@@ -152,7 +154,7 @@ def examine() -> Report:
         multicast=judge_multicast(gpus, os.environ),
         advice=tuple(advice),
     )
-    return replace(report, transport=judge_transport(report))
+    return replace(report, transport=judge_transport(report), attention=judge_attention(report))
 
 
 def requirements(extra: str = "") -> dict[str, str]:
@@ -212,6 +214,22 @@ def judge_transport(report: Report) -> Verdict:
         if absent:
             return Verdict("torch", f"{value} needs {', '.join(absent)}")
     return Verdict(value, why)
+
+
+def judge_attention(report: Report) -> Verdict:
+    """The kernel that a bfloat16 model's attention would run on here, and why not a faster one."""
+    if report.torch is None:
+        return Verdict("none", "torch is missing")
+    if not report.gpus:
+        return Verdict("torch", "CPUs have one kernel, torch's scaled_dot_product_attention")
+    from tokenweave.errors import RequestError
+
+    try:
+        from tokenweave.models.attention_choice import expected
+
+        return Verdict(*expected(report.gpus[0].name, report.gpus[0].capability))
+    except (RequestError, ImportError) as error:  # asked for what is not known; or a package is missing
+        return Verdict("none", str(error))
 
 
 def version_of(package: str) -> str | None:

@@ -24,7 +24,8 @@ class KVCache:
         dtype, device: of the tensors.
 
     Attributes:
-        keys, values: per layer, [rows, kv_heads, head_dim]. Uninitialised: a row is written before it is read.
+        keys, values: per layer, [rows, kv_heads, head_dim]. A row is written before it counts, but attention kernels load
+            rows past a sequence's end and give them a weight of zero: so all are zero at first, and never NaN.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class KVCache:
     ) -> None:
         self.rows = rows
         shape = (rows, kv_heads, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
 
 
 class RowAllocator:
