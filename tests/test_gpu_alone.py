@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python3 -m pytest -m gpu tests/test_gpu_alone.py
 
-What more GPUs would add is the waiting, the ordering between GPUs and the speed: test_gpu_collective.py, with TOKENWEAVE_TEST_RANKS.
+What more GPUs would add is the waiting, the ordering between GPUs and the speed: test_gpu_collective.py and the
+files beside it, with TOKENWEAVE_TEST_RANKS.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collective_cases import Case, fresh_seed, make
+from collective_cases import EPS, Case, fresh_seed, make
 from fp8_cases import E4M3, Quantised, call, check, fingerprint
-from test_gpu_collective import EPS, RANKS, TRANSPORT, _fresh, _gathered, _open, _ranks
+from gpu_cases import RANKS, TRANSPORT, fresh, gathered, on_ranks, opened
 from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
 from tokenweave.errors import CollectiveError
 
@@ -29,7 +29,7 @@ def _run(q: Quantised, workspace: Workspace, seed: int) -> tuple[torch.Tensor, t
     check(q, result, workspace, seed)
     device = workspace.device
     for mine in filter(torch.Tensor.numel, fingerprint(result)):
-        for other in _gathered(mine.to(device)):
+        for other in gathered(mine.to(device)):
             assert torch.equal(other.cpu(), mine), f"ranks differ: {q}"
     return fingerprint(result)
 
@@ -37,7 +37,7 @@ def _run(q: Quantised, workspace: Workspace, seed: int) -> tuple[torch.Tensor, t
 def _sizes(hidden: int, dtype: torch.dtype, seed: int) -> None:
     world = dist.get_world_size()
     for tokens in (0, 1, world - 1, world, world + 1, 257, 1000):
-        with _open(tokens + 4, hidden, dtype, fp8_regions=1) as workspace:
+        with opened(tokens + 4, hidden, dtype, fp8_regions=1) as workspace:
             for replicated in (False, True):
                 for static in (None, 0.03):
                     case = Case(tokens, hidden, dtype, replicated=replicated)
@@ -47,12 +47,12 @@ def _sizes(hidden: int, dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("hidden", [2880, 4096, 16384])
 def test_sizes_against_float64(hidden, dtype):
-    _ranks(_sizes, hidden, dtype, fresh_seed())
+    on_ranks(_sizes, hidden, dtype, fresh_seed())
 
 
 def test_odd_hidden_sizes():
     for hidden in (8, 72, 576, 1032, 6000):
-        _ranks(_sizes, hidden, torch.bfloat16, fresh_seed())
+        on_ranks(_sizes, hidden, torch.bfloat16, fresh_seed())
 
 
 def _options(seed: int) -> None:
@@ -72,18 +72,18 @@ def _options(seed: int) -> None:
             rows=rows,
         )
         q = Quantised(case, pick.choice([None, 0.02]), pick.random() < 0.5, pick.randrange(3))
-        with _open(tokens + 4, case.hidden, case.dtype, fp8_regions=1) as workspace:
+        with opened(tokens + 4, case.hidden, case.dtype, fp8_regions=1) as workspace:
             _run(q, workspace, seed + number)
 
 
 def test_options_against_float64():
-    _ranks(_options, fresh_seed())
+    on_ranks(_options, fresh_seed())
 
 
 def _kernels_agree(seed: int) -> None:
     """Ring, plain loads and one-shot: the same bits, and those of rows that come unquantised with them."""
-    with _open(600, 4096, fp8_regions=1) as workspace:
-        partial, residual, weight = _fresh(workspace, 600, seed)
+    with opened(600, 4096, fp8_regions=1) as workspace:
+        partial, residual, weight = fresh(workspace, 600, seed)
         kept = partial.clone()
         found = []
         for options in ({"ctas": 2}, {"ctas": 64}, {"layout": "replicated"}):
@@ -102,7 +102,7 @@ def _kernels_agree(seed: int) -> None:
         for rows, scales in found[1:]:
             assert torch.equal(scales, found[0][1])
             assert torch.equal(rows, found[0][0])
-        oracle = _open(600, 4096, fp8_regions=1, transport="torch")
+        oracle = opened(600, 4096, fp8_regions=1, transport="torch")
         rows, scales = fused_allreduce_rmsnorm(kept, residual.clone(), weight, EPS, oracle, out_dtype=E4M3)
         torch.testing.assert_close(scales, found[0][1], rtol=1e-5, atol=0)
         differ = (rows.view(torch.uint8) != found[0][0]).float().mean()
@@ -112,12 +112,12 @@ def _kernels_agree(seed: int) -> None:
 
 @pytest.mark.skipif(TRANSPORT != "p2p", reason=f"{TRANSPORT} promises equal bits on all ranks alone")
 def test_kernels_give_the_same_bits():
-    _ranks(_kernels_agree, fresh_seed())
+    on_ranks(_kernels_agree, fresh_seed())
 
 
 def _bad_values() -> None:
     for layout in ("sharded", "replicated"):
-        with _open(8, 4096, fp8_regions=1) as workspace:
+        with opened(8, 4096, fp8_regions=1) as workspace:
             device = workspace.device
             x, residual = workspace.buffer(6), torch.zeros(6, 4096, device=device).bfloat16()
             weight = torch.ones(4096, device=device).bfloat16()
@@ -141,12 +141,12 @@ def _bad_values() -> None:
 
 
 def test_zero_rows_nan_and_saturation():
-    _ranks(_bad_values)
+    on_ranks(_bad_values)
 
 
 def _replay(seed: int) -> None:
-    with _open(300, 4096, fp8_regions=1) as workspace:
-        partial, residual, weight = _fresh(workspace, 300, seed)
+    with opened(300, 4096, fp8_regions=1) as workspace:
+        partial, residual, weight = fresh(workspace, 300, seed)
         scale = torch.full((1,), 0.02, device=workspace.device)
         start, before = partial.clone(), residual.clone()
         for options in ({}, {"scale": scale}, {"layout": "replicated"}, {"unquantised": partial}):
@@ -171,12 +171,12 @@ def _replay(seed: int) -> None:
 
 
 def test_graphs_replay():
-    _ranks(_replay, fresh_seed())
+    on_ranks(_replay, fresh_seed())
 
 
 def _contract() -> None:
-    with _open(16, 4096, fp8_regions=1) as workspace:
-        partial, residual, weight = _fresh(workspace, 8, 1)
+    with opened(16, 4096, fp8_regions=1) as workspace:
+        partial, residual, weight = fresh(workspace, 8, 1)
         args = (partial, residual, weight, EPS, workspace)
         elsewhere = torch.empty(8, 4096, device=workspace.device, dtype=E4M3)
         scales = torch.empty(8, device=workspace.device)
@@ -196,12 +196,12 @@ def _contract() -> None:
 
 
 def test_contract():
-    _ranks(_contract)
+    on_ranks(_contract)
 
 
 def _graph_us(workspace: Workspace, tokens: int, ctas: int, seed: int, **options) -> float:
     """Microseconds of one call: median of graph replays of 20 calls, the slowest rank's."""
-    partial, residual, weight = _fresh(workspace, tokens, seed)
+    partial, residual, weight = fresh(workspace, tokens, seed)
     args = (partial, residual, weight, EPS, workspace)
     fused_allreduce_rmsnorm(*args, ctas=ctas, **options)
     graph = torch.cuda.CUDAGraph()
@@ -226,7 +226,7 @@ def _graph_us(workspace: Workspace, tokens: int, ctas: int, seed: int, **options
 
 def _speed() -> list[tuple[int, int, dict[str, float]]]:
     found = []
-    with _open(16384, 4096, fp8_regions=1) as workspace:
+    with opened(16384, 4096, fp8_regions=1) as workspace:
         scale = torch.full((1,), 0.02, device=workspace.device)
         kinds = {"bf16": {}, "fp8 static": {"out_dtype": E4M3, "scale": scale}, "fp8 rows": {"out_dtype": E4M3}}
         for tokens in (256, 1024, 4096, 16384):
@@ -239,7 +239,7 @@ def _speed() -> list[tuple[int, int, dict[str, float]]]:
 def test_speed():
     """Partial sums stay bf16, so of the bytes on two ranks' link a quarter goes away: 1.33x is the limit there."""
     best: dict[int, dict[str, float]] = {}
-    for tokens, ctas, us in _ranks(_speed)[0]:
+    for tokens, ctas, us in on_ranks(_speed)[0]:
         ratios = "  ".join(f"{k} {v:7.1f} us ({us['bf16'] / v:.2f}x)" for k, v in us.items())
         print(f"{tokens:6} tokens, hidden 4096, {ctas:2} CTAs: {ratios}")
         for kind, time in us.items():
@@ -255,11 +255,11 @@ def test_speed():
 
 
 def test_a_workspace_without_memory_for_it_says_so():
-    _ranks(_no_memory)
+    on_ranks(_no_memory)
 
 
 def _no_memory() -> None:
-    with _open(8, 72) as workspace:
+    with opened(8, 72) as workspace:
         data = make(Case(4, 72), workspace.world_size, 1)
         partial = workspace.buffer(4)
         with pytest.raises(CollectiveError, match="create it with fp8_regions=1 or more"):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from collective_cases import bits, fresh_seed
-from test_gpu_collective import EPS, RANKS, _gathered, _open, _ranks
+from collective_cases import EPS, bits, fresh_seed
+from gpu_cases import RANKS, check_row_count, gathered, on_ranks, opened
 from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
 
 pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
@@ -106,14 +106,14 @@ def _chain(
     chain.run()
     chain.expected = chain.rows.clone(), chain.residual.clone()
     real = tokens if real is None else real
-    for other in _gathered(chain.rows[:real]):
+    for other in gathered(chain.rows[:real]):
         assert torch.equal(bits(other), bits(chain.rows[:real])), f"ranks differ: {shape}"
     return chain
 
 
 def _shared_channel(replays: int, seed: int) -> tuple[int, float]:
     pick = random.Random(seed)  # the same on all ranks
-    with _open(MOST, HIDDEN) as workspace:
+    with opened(MOST, HIDDEN) as workspace:
         chains = [_chain(workspace, shape, seed + number) for number, shape in enumerate(SHAPES)]
         chains.append(_chain(workspace, (300, "sharded", 4, 1), seed + 50, real=123))
         chains.append(_chain(workspace, (300, "replicated", None, 1), seed + 51, real=123))
@@ -148,13 +148,13 @@ def _shared_channel(replays: int, seed: int) -> tuple[int, float]:
 
 
 def test_graphs_that_share_a_channel():
-    done, seconds = _ranks(_shared_channel, 4000, fresh_seed(), timeout=150)[0]
+    done, seconds = on_ranks(_shared_channel, 4000, fresh_seed(), timeout=150)[0]
     print(f"{done} replays of {len(SHAPES) + 2} graphs in {seconds:.1f} s")
 
 
 def _in_flight(rounds: int, seed: int) -> None:
     pick = random.Random(seed)
-    with _open(MOST, HIDDEN, regions=2) as workspace:
+    with opened(MOST, HIDDEN, regions=2) as workspace:
         shapes = (
             (2048, "sharded", 8, 2),
             (1000, "sharded", 4, 2),
@@ -188,4 +188,78 @@ def _in_flight(rounds: int, seed: int) -> None:
 
 
 def test_graphs_of_two_channels_in_flight():
-    _ranks(_in_flight, 500, fresh_seed())
+    on_ranks(_in_flight, 500, fresh_seed())
+
+
+def test_the_row_count_is_read_on_the_device():
+    on_ranks(check_row_count)
+
+
+def _two_streams(rounds: int) -> None:
+    """Two collectives in flight on two streams, each with its channel and its region."""
+    with opened(1024, 4096, regions=2) as workspace:
+        weight = torch.ones(4096, device=workspace.device).bfloat16()
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        x = [workspace.buffer(1024, region=i) for i in range(2)]
+        start = [torch.randn(1024, 4096, device=workspace.device).bfloat16() for _ in range(2)]
+        residual = [torch.zeros(1024, 4096, device=workspace.device).bfloat16() for _ in range(2)]
+        expected = []
+        for i in range(2):
+            x[i].copy_(start[i])
+            rows, _ = fused_allreduce_rmsnorm(x[i], residual[i].clone(), weight, EPS, workspace, ctas=8)
+            expected.append(rows.clone())
+        for _ in range(rounds):
+            for i in range(2):
+                streams[i].wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(streams[i]):
+                    x[i].copy_(start[i])
+                    residual[i].zero_()
+                    fused_allreduce_rmsnorm(x[i], residual[i], weight, EPS, workspace, ctas=8, channel=i)
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        for i in range(2):
+            assert torch.equal(bits(x[i]), bits(expected[i]))
+
+
+def test_two_collectives_in_flight():
+    on_ranks(_two_streams, 300)
+
+
+def _compiled() -> None:
+    with opened(256, 4096) as workspace:
+        device = workspace.device
+        matrix = (
+            torch.randn(4096, 4096, device=device, generator=torch.Generator(device).manual_seed(1)).bfloat16() / 64
+        )
+        weight = torch.ones(4096, device=device).bfloat16()
+
+        def layer(x, residual, rows):
+            y, _ = fused_allreduce_rmsnorm(x @ matrix, residual, weight, EPS, workspace)
+            z, _ = fused_allreduce_rmsnorm(y @ matrix, residual, weight, EPS, workspace, rows=rows)
+            return z
+
+        generator = torch.Generator(device).manual_seed(2 + workspace.rank)
+        x = torch.randn(200, 4096, device=device, generator=generator).bfloat16()
+        rows = torch.tensor([0, 7, 100, 199], device=device)
+        one, two = torch.zeros_like(x), torch.zeros_like(x)
+        expected = layer(x, one, rows)
+        compiled = torch.compile(layer, fullgraph=True)
+        result = compiled(x, two, rows)
+        assert torch.equal(expected, result)
+        assert torch.equal(one, two)
+        for mode in ("eager", "compiled"):
+            run = layer if mode == "eager" else compiled
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                captured = run(x, two, rows)
+            for _ in range(1000):
+                two.zero_()
+                graph.replay()
+            assert torch.equal(captured, expected)
+            run(x, two, rows)
+            del graph
+
+
+def test_torch_compile_and_graphs():
+    on_ranks(_compiled)

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collective_cases import fresh_seed
-from test_gpu_collective import EPS, RANKS, _fresh, _one, _open, _options, _ranks, _row_count, _sizes
+import gpu_cases
+from collective_cases import EPS, fresh_seed
+from gpu_cases import RANKS, check_options, check_row_count, check_sizes, checked_call, fresh, on_ranks, opened
 from tokenweave.collective import fused_allreduce_rmsnorm, kernels, selftest
 from tokenweave.cuda import launch
 from tokenweave.errors import CollectiveError
@@ -28,45 +29,43 @@ pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
 
 def _emulated(function, *args):
     """Runs a function of the p2p transport's tests with the other transport, in this rank."""
-    import test_gpu_collective
-
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(test_gpu_collective, "TRANSPORT", "multimem-emulated")
+        monkeypatch.setattr(gpu_cases, "TRANSPORT", "multimem-emulated")
         return function(*args)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("hidden", [576, 2880, 4096, 16384])
 def test_sizes_against_float64(hidden, dtype):
-    _ranks(_emulated, _sizes, hidden, dtype, 4096, fresh_seed())
+    on_ranks(_emulated, check_sizes, hidden, dtype, 4096, fresh_seed())
 
 
 def test_options_against_float64():
-    _ranks(_emulated, _options, fresh_seed())
+    on_ranks(_emulated, check_options, fresh_seed())
 
 
 def test_the_row_count_is_read_on_the_device():
-    _ranks(_emulated, _row_count)
+    on_ranks(_emulated, check_row_count)
 
 
 def _without_multicast() -> str:
     with pytest.raises(CollectiveError) as caught:
-        _open(8, 576, transport="multimem")
+        opened(8, 576, transport="multimem")
     return str(caught.value)
 
 
 def test_switched_off_multicast_is_an_error_where_it_is_asked_for():
-    _ranks(_switched_off)
+    on_ranks(_switched_off)
 
 
 def _switched_off() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TOKENWEAVE_DISABLE_MULTICAST", "1")
         assert "TOKENWEAVE_DISABLE_MULTICAST=1 in the environment" in _without_multicast()
-        with _open(72, 576, transport="auto") as workspace:
+        with opened(72, 576, transport="auto") as workspace:
             assert workspace.transport == "p2p"
             assert workspace.symmetric.multicast == 0
-            _one(workspace, 64, "sharded", None, 1)
+            checked_call(workspace, 64, "sharded", None, 1)
 
 
 # ---- the self-test
@@ -92,20 +91,20 @@ def _broken(change: tuple[str, str]) -> tuple[str, list[str]]:
             monkeypatch.setattr(selftest, "_passed", type(selftest._passed)())
             launch.loaded.cache_clear()
             with pytest.raises(CollectiveError, match="did not pass its self-test"):
-                _open(100, 4096, transport="p2p")
-            with _open(100, 4096, transport="auto") as workspace:
+                opened(100, 4096, transport="p2p")
+            with opened(100, 4096, transport="auto") as workspace:
                 assert workspace.transport == "torch"
                 reason = workspace.reason
-                partial, residual, weight = _fresh(workspace, 64, 1)
+                partial, residual, weight = fresh(workspace, 64, 1)
                 rows, _ = fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace)
                 assert torch.isfinite(rows).all()
     finally:
         log.removeHandler(handler)
         launch.loaded.cache_clear()
         shutil.rmtree(folder)
-    with _open(72, 4096) as workspace:
+    with opened(72, 4096) as workspace:
         assert workspace.transport == "p2p"
-        _one(workspace, 64, "sharded", None, 1)
+        checked_call(workspace, 64, "sharded", None, 1)
     return reason, messages
 
 
@@ -115,19 +114,19 @@ def _broken(change: tuple[str, str]) -> tuple[str, list[str]]:
     ids=["wrong mean", "no residual"],
 )
 def test_a_wrong_kernel_is_refused(change):
-    for rank, (reason, messages) in enumerate(_ranks(_broken, change)):
+    for rank, (reason, messages) in enumerate(on_ranks(_broken, change)):
         assert "the p2p transport is refused" in reason
         assert len(messages) == (rank == 0)
 
 
 def test_it_takes_less_than_two_seconds():
-    print("self-test, seconds:", _ranks(_seconds))
+    print("self-test, seconds:", on_ranks(_seconds))
 
 
 def _seconds() -> float:
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TOKENWEAVE_CACHE", folder)
-        with _open(200, 4096) as workspace:  # also warms NCCL up
+        with opened(200, 4096) as workspace:  # also warms NCCL up
             monkeypatch.setattr(selftest, "_passed", type(selftest._passed)())
             launch.loaded.cache_clear()
             torch.cuda.synchronize()
