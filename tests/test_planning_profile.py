@@ -1,5 +1,6 @@
 """Costs from a measured table: measured times come back, what lies between is sound, and plans are made of them."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 
 from tokenweave.errors import ProfileError
 from tokenweave.planning import Mode, Planner
+from tokenweave.planning.batch import Batch, runs_of
+from tokenweave.planning.cost import CostModel
 from tokenweave.planning.machine import machine_of
 from tokenweave.planning.profile import Profile
 from tokenweave.planning.profile_curves import Curve, Surface, never_falling
-from tokenweave.planning.profile_table import AllReducePoint, CollectivePoint, GemmPoint, StreamPoint, Table
+from tokenweave.planning.profile_table import AllReducePoint, CollectivePoint, GemmPoint, StepPoint, StreamPoint, Table
 from tokenweave.planning.waves import attention_gemms, mlp_gemms
 from tuning_cases import LLAMA, FakePieces, h200, identity_of, setting_of, table_of
 
@@ -193,3 +196,28 @@ def test_a_table_that_lacks_a_part_is_refused(kind):
         ProfileError, match=r"the table lacks points that a plan needs: .*; run `tokenweave tune` again"
     ):
         Profile(Table(identity_of(), rest), LLAMA, MACHINE)
+
+
+def test_predictions_are_put_right_by_whole_steps():
+    """Under a power limit a long step takes 8 % longer than the sum of its parts in short chains."""
+    tables = {pace: Profile(table_of(FakePieces(MACHINE, pace=pace), SETTING), LLAMA, MACHINE) for pace in (1.0, 1.08)}
+    plain, slower = (CostModel(LLAMA, tables[pace]) for pace in (1.0, 1.08))
+    table = tables[1.0].table
+    others = {point: us for point, us in table.times.items() if not isinstance(point, StepPoint)}
+    parts = CostModel(LLAMA, Profile(dataclasses.replace(table, times=others), LLAMA, MACHINE))
+    for tokens in (64, 700, 4096, 16384, 100_000):
+        batch = Batch(runs_of([(tokens, 0)]))
+        head = plain.head_us(batch.sampled)
+        for kind in ("sequential", "fused", "no_comm"):
+            ratio = (slower.unsplit_us(batch, kind) - head) / (plain.unsplit_us(batch, kind) - head)
+            assert ratio == pytest.approx(1.08, rel=1e-6)
+            assert parts.scale(kind, tokens) == 1.0
+        cuts, ctas, late = np.full(4, tokens // 2), np.array([8, 8, 2, 2]), np.array([True, False, True, False])
+        woven = [model.woven_us(batch, cuts, ctas, late) - head for model in (plain, slower)]
+        assert woven[1] / woven[0] == pytest.approx(1.08, rel=1e-6)
+    step = next(point for point in tables[1.08].table.of(StepPoint) if (point.kind, point.tokens) == ("fused", 2048))
+    four = CostModel(dataclasses.replace(LLAMA, layers=step.layers), tables[1.08])
+    measured, batch = tables[1.08].table.times[step], Batch(runs_of([(2048, 0)]))
+    assert four.unsplit_us(batch, "fused") - four.head_us(1) == pytest.approx(measured), (
+        "what was measured is predicted"
+    )

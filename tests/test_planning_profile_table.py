@@ -105,7 +105,7 @@ def test_other_files_are_refused_by_what_they_are(tmp_path):
     for text in ("[]", "{}", '{"format": "gguf"}', '"tokenweave profile"'):
         with pytest.raises(ProfileError, match="no table of measured times"):
             parse_table(text, "file")
-    with pytest.raises(ProfileError, match="version 99 of the format, this program reads 1"):
+    with pytest.raises(ProfileError, match="version 99 of the format, this program reads 2"):
         parse_table(_resealed(lambda c: c.update(version=99)), "file")
     with pytest.raises(ProfileError, match="there is no such file; `tokenweave tune` makes one"):
         read_table(tmp_path / "none.json")

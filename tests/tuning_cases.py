@@ -1,9 +1,15 @@
 """A measurer without GPUs, for tests of the tuner: times of an analytical machine, distorted, on a clock that they move."""
 
+import dataclasses
+import functools
 import math
 import random
 
+import numpy as np
+
 from tokenweave.models.config import ModelConfig
+from tokenweave.planning.batch import Batch, runs_of
+from tokenweave.planning.cost import CostModel
 from tokenweave.planning.machine import machine_of
 from tokenweave.planning.profile_table import (
     AllReducePoint,
@@ -12,6 +18,7 @@ from tokenweave.planning.profile_table import (
     GemmPoint,
     Identity,
     StagePoint,
+    StepPoint,
     StreamPoint,
     Table,
     shape_of,
@@ -42,6 +49,7 @@ def setting_of(machine, max_tokens=16384, **changes):
         "blocks": tuple((ctas, machine.cluster(ctas) or 1) for ctas in machine.ctas if ctas),
         "oneshot_rows": 512,
         "max_positions": 1 << 19,
+        "layers": 4,
     }
     return Setting(**{**given, **changes})
 
@@ -70,12 +78,18 @@ class FakeClock:
         return self.now
 
 
+_cost_model = functools.lru_cache(maxsize=16)(CostModel)
+
+
 class FakePieces:
     """Each sample is the machine's time, times ``factor``, with up to ``noise`` of it on top; ranks are unlike."""
 
-    def __init__(self, machine, config=LLAMA, clock=None, rank=0, factor=1.0, noise=0.0, cost=0.005, fail_at=None):
+    def __init__(
+        self, machine, config=LLAMA, clock=None, rank=0, factor=1.0, noise=0.0, cost=0.005, fail_at=None, pace=1.0
+    ):
         self.machine, self.config, self.clock = machine, config, clock
         self.factor, self.noise, self.cost, self.fail_at = factor, noise, cost, fail_at
+        self.pace = pace
         self.random = random.Random(rank)
         self.asked = []
         self.gemms = {g.name: g for g in (*attention_gemms(config, machine.tp), *mlp_gemms(config, machine.tp))}
@@ -110,10 +124,22 @@ class FakePieces:
         elif isinstance(point, StagePoint):
             embedding = point.name == "embedding"
             us = machine.embed_us(point.rows, config.hidden) if embedding else 10.0 + point.rows / 10
+        elif isinstance(point, StepPoint):
+            us = self.pace * self._step_us(point)
         else:
             us = 2.0
         assert math.isfinite(us)
         return float(us)
+
+    def _step_us(self, point):
+        model = _cost_model(dataclasses.replace(self.config, layers=point.layers), self.machine)
+        batch = Batch(runs_of([(point.tokens, 0)]))
+        if point.split is None:
+            us = model.unsplit_us(batch, point.kind)
+        else:
+            ctas = np.array([point.ctas]) if point.ctas else None
+            us = float(model.woven_us(batch, np.array([point.split]), ctas, point.kind == "woven late")[0])
+        return us - model.head_us(batch.sampled)
 
     def _stream(self, point):
         config, tp = self.config, self.machine.tp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.sharding import shard_of
-from tokenweave.planning.batch import Batch
+from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.machine import Costs
 from tokenweave.planning.makespan import Block, Part, makespan
 from tokenweave.planning.waves import BYTES, Gemm, Tiling, attention_gemms, mlp_gemms, row_step
@@ -63,6 +64,7 @@ class CostModel:
         # A plan asks for the same few of these several times.
         self._whole = functools.lru_cache(maxsize=64)(self._whole_us)
         self.head_us = functools.lru_cache(maxsize=4096)(self._head_us)
+        self._scales = self._measured_scales()
 
     def held(self, ctas: int | None) -> int:
         """SMs that GEMMs lose while a fused collective of ``ctas`` CTAs is in flight."""
@@ -194,7 +196,12 @@ class CostModel:
             batch: the step.
             kind: ``"sequential"``, ``"fused"`` or ``"no_comm"``, the bound: collectives removed, norms kept.
         """
-        tokens, layers = batch.tokens, self.config.layers
+        us = self._unsplit_us(batch, kind, self.config.layers) * self.scale(kind, batch.tokens)
+        return max(us, self._launched_us(1, kind)) + self.head_us(batch.sampled)
+
+    def _unsplit_us(self, batch: Batch, kind: str, layers: int) -> float:
+        """Of so many layers, as the parts have it."""
+        tokens = batch.tokens
         end: Callable[[int, int], float] = {
             "sequential": lambda sent, normed: self.sequential_us(sent, normed),
             "fused": lambda _, normed: float(self.fused_us(normed)),
@@ -210,7 +217,7 @@ class CostModel:
             (layer, layers - 1),
             ([first, [Part(mlp, mlp, last)]], 1),
         ]
-        return max(float(makespan(blocks)), self._launched_us(1, kind)) + self.head_us(batch.sampled)
+        return float(makespan(blocks))
 
     def _embed_us(self, rows: Any) -> Any:
         return self.costs.embed_us(rows, self.config.hidden) + self.costs.runtime.gap_us * EMBED_LAUNCHES
@@ -232,7 +239,13 @@ class CostModel:
             cuts, ctas: int64 [n]; ``ctas`` None where the transport has no such choice.
             late: bool or bool [n], as :meth:`stage_us`.
         """
-        layers, sampled = self.config.layers, batch.sampled
+        scale = np.where(late, self.scale("woven late", batch.tokens), self.scale("woven", batch.tokens))
+        us = self._woven_us(batch, cuts, ctas, late, self.config.layers) * scale
+        return np.maximum(us, self._launched_us(2, "fused")) + self.head_us(batch.sampled)
+
+    def _woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None, late: Any, layers: int) -> Any:
+        """Of so many layers, as the parts have it."""
+        sampled = batch.sampled
         lengths = np.stack([cuts, batch.tokens - cuts])
         # A chunk that is cut has its context read by both halves; the suffix's reads are at least the rest.
         first, every = batch.attention(cuts), batch.total_attention
@@ -255,4 +268,34 @@ class CostModel:
             (layer, layers - 1),
             ([layer[0], stage(mlp, (nothing, last))], 1),
         ]
-        return np.maximum(makespan(blocks), self._launched_us(2, "fused")) + self.head_us(sampled)
+        return makespan(blocks)
+
+    def scale(self, kind: str, tokens: int) -> float:
+        """How often measured steps of so many tokens take the time that their parts have together.
+
+        Parts are measured in short chains. Whole steps draw more power for longer, and under a power limit their clocks are
+        lower; the more so the more of them runs at once.
+
+        Args:
+            kind: of a step, as :class:`tokenweave.planning.profile_table.StepPoint`'s. One that was not measured scales as 1.
+        """
+        if (known := self._scales.get(kind)) is None:
+            return 1.0
+        return float(np.interp(math.log(tokens), *known))
+
+    def _measured_scales(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Kind -> logarithms of tokens, ascending, and the scales there: float64 [n] each."""
+        found: dict[str, dict[int, float]] = {}
+        for point, us in self.costs.steps.items():
+            batch = Batch(runs_of([(point.tokens, 0)]))
+            if point.split is None:
+                parts = self._unsplit_us(batch, point.kind, point.layers)
+            else:
+                ctas = np.array([point.ctas]) if point.ctas else None
+                late = point.kind == "woven late"
+                parts = float(self._woven_us(batch, np.array([point.split]), ctas, late, point.layers)[0])
+            found.setdefault(point.kind, {})[point.tokens] = us / parts
+        return {
+            kind: (np.log(sorted(scales)), np.array([scales[tokens] for tokens in sorted(scales)]))
+            for kind, scales in found.items()
+        }

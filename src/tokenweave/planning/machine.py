@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from tokenweave.errors import RequestError
 from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
+from tokenweave.planning.profile_table import StepPoint
 from tokenweave.planning.runtime import GRAPH, Runtime
 
 # What a collective at work beside a GEMM or attention costs it in addition to the SMs that it holds, since both want L2 and
@@ -61,6 +63,10 @@ class Costs(Protocol):
     @property
     def source(self) -> str:
         """Where the figures come from, in a few words."""
+
+    @property
+    def steps(self) -> Mapping[StepPoint, float]:
+        """us of whole steps, by which the sums of their parts are put right; empty where there is nothing to put right."""
 
     def cluster(self, ctas: int | None) -> int | None:
         """Thread blocks per cluster to launch such a collective in; None for no clusters."""
@@ -124,6 +130,10 @@ class Machine:
     @cached_property
     def signature(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    @property
+    def steps(self) -> Mapping[StepPoint, float]:
+        return {}
 
     @property
     def source(self) -> str:

@@ -27,6 +27,7 @@ from tokenweave.planning.profile_table import (
     GemmPoint,
     OverheadPoint,
     StagePoint,
+    StepPoint,
     StreamPoint,
     Table,
 )
@@ -86,6 +87,11 @@ class Profile:
         return f"measured on this machine, {self.table.info.get('date', 'at an unknown time')}"
 
     @property
+    def steps(self) -> Mapping[StepPoint, float]:
+        """As :attr:`Costs.steps`."""
+        return self.table.of(StepPoint)
+
+    @property
     def ctas(self) -> tuple[int | None, ...]:
         """CTAs that were measured beside GEMMs; (None,) where the transport has no choice."""
         return tuple(sorted(self._clusters)) or (None,)
@@ -101,6 +107,8 @@ class Profile:
 
     def sm_targets(self, held: int) -> tuple[int | None, ...]:
         """SM targets that were measured beside ``held`` SMs, the best of a GEMM's first."""
+        if not held:
+            return (None,)  # fewer were measured too: for GEMMs that outlast the collective beside them
         found: list[int | None] = []
         for times in self._gemms.values():
             found += [target for target in times.targets(held) if target not in found]

@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 from tokenweave.errors import ProfileError
 from tokenweave.models.config import ModelConfig
 
-VERSION = 1
+VERSION = 2
 _HEADER = "tokenweave profile"
 
 
@@ -89,6 +89,23 @@ class StagePoint:
 
 
 @dataclass(frozen=True)
+class StepPoint:
+    """A whole step of one prompt, run again and again for so long that the power limit has settled the clocks.
+
+    Attributes:
+        kind: "sequential", "fused", "no_comm", "woven", or "woven late" (collectives let gate_up pass).
+        tokens: of the prompt. layers: of the step, which ends with the final norm of the last row.
+        split, ctas: of a woven step: rows of its prefix, and the collective's thread blocks (0: the transport's choice).
+    """
+
+    kind: str
+    tokens: int
+    layers: int
+    split: int | None = None
+    ctas: int = 0
+
+
+@dataclass(frozen=True)
 class OverheadPoint:
     """A fixed cost: "kernel" (an empty kernel in a graph), "fork" (a second stream joins in and is waited for, in a graph),
     "replay_host" (the host starts a graph), "layer_host" and "woven_layer_host" (the host issues a layer's launches)."""
@@ -96,7 +113,9 @@ class OverheadPoint:
     name: str
 
 
-Point = GemmPoint | CollectivePoint | AllReducePoint | AttentionPoint | StreamPoint | StagePoint | OverheadPoint
+Point = (
+    GemmPoint | CollectivePoint | AllReducePoint | AttentionPoint | StreamPoint | StagePoint | StepPoint | OverheadPoint
+)
 KINDS: Mapping[str, type[Any]] = {
     "gemm": GemmPoint,
     "collective": CollectivePoint,
@@ -104,6 +123,7 @@ KINDS: Mapping[str, type[Any]] = {
     "attention": AttentionPoint,
     "stream": StreamPoint,
     "stage": StagePoint,
+    "step": StepPoint,
     "overhead": OverheadPoint,
 }
 """Key in the file -> its points' type."""

@@ -16,6 +16,7 @@ Call = Callable[[], object]
 CHAIN_US = 800.0  # what a chain should take: long against its start, short against the tuner's minute
 MIN_CALLS, MAX_CALLS = 3, 40
 SAMPLES = 5
+WARM_SECONDS, SAMPLE_SECONDS = 0.1, 0.03  # what the power limit takes to settle the clock; of each sample after that
 COVER = 1.6  # work beside a chain is made to last so many times the chain's estimate
 _HEAD_START_CYCLES = 20_000  # about 10 us: the other work has its SMs before the clock starts
 
@@ -62,6 +63,14 @@ class Chains:
         graph = self.captured(clock, calls, count)
         clock.replay(graph, _nothing)
         return [clock.replay(graph, _nothing) / count for _ in range(SAMPLES)]
+
+    def sustained(self, clock: GraphClock, calls: Sequence[Call], us: float) -> list[float]:
+        """As :meth:`alone`, in a run without pauses that lasts until the clocks are those of such a load."""
+        count = calls_of(us)
+        graph = self.captured(clock, calls, count)
+        took = us * count * 1e-6
+        clock.replay(graph, _nothing, math.ceil(WARM_SECONDS / took))
+        return [clock.replay(graph, _nothing, math.ceil(SAMPLE_SECONDS / took)) / count for _ in range(SAMPLES)]
 
     def beside(
         self,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-from tokenweave.bench.steps import PrefillSteps
+from tokenweave.bench.steps import PrefillSteps, norm_alone
 from tokenweave.collective import allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.cuda.sm_budget import sm_budget
@@ -29,6 +29,7 @@ from tokenweave.models.mixtral import MixtureMLP
 from tokenweave.models.rotary import Rotary
 from tokenweave.planning import Mode, Plan
 from tokenweave.planning.machine import Machine
+from tokenweave.planning.planner import LATE
 from tokenweave.planning.profile_table import (
     AllReducePoint,
     AttentionPoint,
@@ -37,11 +38,12 @@ from tokenweave.planning.profile_table import (
     OverheadPoint,
     Point,
     StagePoint,
+    StepPoint,
     StreamPoint,
 )
 from tokenweave.tuning.chains import Call, Chains, cover_us
 from tokenweave.tuning.rig import MAX_POSITIONS, rig_of
-from tokenweave.tuning.schedule import Setting
+from tokenweave.tuning.schedule import GEMMS, Setting
 
 UNTOLD = 2.2  # how much longer a GEMM can take beside held SMs that it is not told of
 
@@ -97,6 +99,7 @@ class GpuPieces:
             blocks=tuple((c, self.machine.cluster(c) or 1) for c in self.machine.ctas if c is not None),
             oneshot_rows=0 if memory is None else min(memory.inbox_rows, max_tokens),
             max_positions=MAX_POSITIONS,
+            layers=len(self._model.layers),
         )
 
     def warm_up(self, seconds: float = 0.5) -> None:
@@ -125,6 +128,8 @@ class GpuPieces:
             return self._chains.alone(self._chains.compute, [call], float(self.machine.stream_us(moved)))
         if isinstance(point, StagePoint):
             return self._measure_stage(point)
+        if isinstance(point, StepPoint):
+            return self._measure_step(point)
         return self._measure_overhead(point)
 
     def close(self) -> None:
@@ -283,6 +288,19 @@ class GpuPieces:
         us = 20.0 + sum(self._gemm_us(name, self._rig.rows(name, point.rows), 0, None) for name in names)
         return self._chains.alone(self._chains.compute, calls, us)
 
+    def _measure_step(self, point: StepPoint) -> list[float]:
+        if point.kind == "no_comm":
+            walk = self._steps.of_collective("no_comm", "norm", None, point.tokens, norm_alone).walk
+        elif point.split is None:
+            plan = Plan(Mode(point.kind))
+            walk = self._steps.of_plan(point.kind, "whole", plan, point.tokens).walk
+        else:
+            plan = self._woven_plan(point.split, point.ctas or None, late=point.kind == "woven late")
+            walk = self._steps.of_plan("woven", point.kind, plan, point.tokens).walk
+        layer = sum(self._gemm_us(name, self._rig.rows(name, point.tokens), 0, None) for name in GEMMS)
+        us = point.layers * (layer + 2 * self._collective_us(point.tokens, None))
+        return self._chains.sustained(self._chains.compute, [walk], us)
+
     # ---- overheads
 
     def _measure_overhead(self, point: OverheadPoint) -> list[float]:
@@ -290,7 +308,8 @@ class GpuPieces:
             return self._chains.alone(self._chains.compute, [lambda: self._tiny.add_(0)], 20.0)
         if point.name == "fork":
             return self._chains.alone(self._chains.compute, [self._fork], 20.0)
-        plan = Plan(Mode.FUSED) if point.name != "woven_layer_host" else self._woven_plan()
+        ctas = next((c for c, _ in self.setting.blocks), None)
+        plan = Plan(Mode.FUSED) if point.name != "woven_layer_host" else self._woven_plan(32, ctas)
         walk = self._steps.of_plan(str(plan.mode), point.name, plan, 64).walk
         layers = len(self._model.layers)
         if point.name != "replay_host":
@@ -298,9 +317,24 @@ class GpuPieces:
         graph = self._chains.captured(self._chains.compute, [walk], 1)
         return self._chains.host_us(graph.replay, 1)
 
-    def _woven_plan(self) -> Plan:
-        ctas = next((c for c in self.machine.ctas if c is not None), None)
-        return Plan(Mode.WOVEN, split=32, ctas=ctas, cluster=self.machine.cluster(ctas))
+    def _woven_plan(self, split: int, ctas: int | None, late: bool = False) -> Plan:
+        """With every GEMM told what the collective leaves, but a gate_up that runs before it."""
+        target = self.setting.targets(ctas)[0] if ctas else None
+        told = {
+            (name, part): target
+            for name in GEMMS
+            if target is not None and not (late and name == "gate_up")
+            for part in ("prefix", "suffix")
+        }
+        cluster = dict(self.setting.blocks).get(ctas or 0, 1)
+        return Plan(
+            Mode.WOVEN,
+            split=split,
+            ctas=ctas,
+            cluster=cluster if cluster > 1 else None,
+            gemm_sms=told,
+            start_at=LATE if late else frozenset(),
+        )
 
     def _fork(self) -> None:
         """A side stream takes part, as a woven step's collective does: two empty kernels, one after the other."""

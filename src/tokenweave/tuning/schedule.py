@@ -17,6 +17,7 @@ from tokenweave.planning.profile_table import (
     OverheadPoint,
     Point,
     StagePoint,
+    StepPoint,
     StreamPoint,
 )
 
@@ -28,6 +29,7 @@ HELD_ROWS = ((2048, 128), (4096, 256), (8192, 512), (16384, 2048))
 FINE_HELD_ROWS = ((2048, 64), (4096, 128), (8192, 256))
 FEW_ROWS = (1, 16, 32)
 TARGET_ROWS = (512, 768, 1280, 1920, 3072, 4608)  # where SM targets are compared: some are a wave or two of most GEMMs
+STEP_BLOCKS = 4  # of the collective in the woven steps that are measured whole
 LOWER_TARGETS = (0, 4)  # SMs below those that the collective leaves; its blocks can break up the GEMM's clusters
 
 
@@ -42,6 +44,7 @@ class Setting:
         blocks: (CTAs, cluster) of the collective to measure; empty where the transport has no choice.
         oneshot_rows: that the one-shot collective takes at once; 0: there is none.
         max_positions: of the K/V cache that attention is measured over.
+        layers: of the steps that are measured whole.
     """
 
     sms: int
@@ -52,6 +55,7 @@ class Setting:
     blocks: tuple[tuple[int, int], ...]
     oneshot_rows: int
     max_positions: int
+    layers: int
 
     def gemm_rows(self, name: str, tokens: int) -> int:
         """Rows of the GEMM (of each expert's) in a step of so many tokens."""
@@ -187,6 +191,18 @@ def _stages(setting: Setting, times: Times) -> Iterator[Point]:
         yield from (StagePoint(name, tokens) for name in ("embedding", "attention", "mlp"))
 
 
+def _steps(setting: Setting, times: Times) -> Iterator[Point]:
+    for tokens in [1, 16, *_powers(setting.max_tokens, 64)]:
+        for kind in ("sequential", "fused", "no_comm"):
+            yield StepPoint(kind, tokens, setting.layers)
+        if tokens >= 128:
+            ctas = min(
+                (blocks for blocks, _ in setting.blocks), key=lambda blocks: abs(blocks - STEP_BLOCKS), default=0
+            )
+            for kind in ("woven", "woven late") if ctas else ("woven",):
+                yield StepPoint(kind, tokens, setting.layers, tokens // 2, ctas)
+
+
 PHASES = (
     Phase("collectives", _collectives),
     Phase("small kernels and launches", _small),
@@ -196,6 +212,7 @@ PHASES = (
     Phase("GEMMs beside collectives", _held(HELD_ROWS)),
     Phase("one beside the other", _left_alone),
     Phase("whole stages", _stages),
+    Phase("whole steps", _steps),
     Phase("finer steps beside collectives", _held(FINE_HELD_ROWS), optional=True),
 )
 
