@@ -109,7 +109,7 @@ def load_flash3(build: Flash3Build) -> Kernel:
         torch.ops.load_library(library)
         forward = getattr(torch.ops, build.operators).fwd.default
     except (OSError, RuntimeError, AttributeError) as error:  # built for another torch or CUDA
-        raise ImportError(f"{build.name} does not load: {error}") from error
+        raise ImportError(f"{build.name} does not load: {error.__cause__ or error}") from error
     given = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
     given |= {"softmax_scale", "is_causal", "num_splits"}
     arguments = forward._schema.arguments
