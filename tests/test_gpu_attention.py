@@ -238,7 +238,7 @@ def test_equal_bits(name):
 @torch.inference_mode()
 def test_the_choice_is_what_runs(monkeypatch):
     monkeypatch.delenv(attention_choice.ATTENTION_VARIABLE, raising=False)
-    choose.cache_clear()
+    attention_choice._once.cache_clear()
     try:
         choice = choose(torch.device(DEVICE), torch.bfloat16, 128)
         assert isinstance(choice, Choice)
@@ -249,32 +249,32 @@ def test_the_choice_is_what_runs(monkeypatch):
         pick = random.Random(fresh_seed())
         batch = Batch(prompts(pick), (16, 4, 128), torch.bfloat16, pick)
         assert torch.equal(batch.run(attend_packed)[: batch.used], batch.run(choice.kernel)[: batch.used])
-        choose.cache_clear()
+        attention_choice._once.cache_clear()
         monkeypatch.setenv(attention_choice.ATTENTION_VARIABLE, TORCH)
         forced = choose(torch.device(DEVICE), torch.bfloat16, 128)
         assert forced is not None
         assert forced.name == TORCH
     finally:
-        choose.cache_clear()
+        attention_choice._once.cache_clear()
 
 
 @torch.inference_mode()
 def test_the_check_is_quick_and_refuses_capture():
-    choose.cache_clear()
+    attention_choice._once.cache_clear()
     choose(torch.device(DEVICE), torch.bfloat16, 128)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    choose.cache_clear()
+    attention_choice._once.cache_clear()
     start.record()
     choose(torch.device(DEVICE), torch.bfloat16, 128)
     end.record()
     end.synchronize()
     print(f"a choice, once its libraries are loaded: {start.elapsed_time(end):.1f} ms")
     assert start.elapsed_time(end) < 50
-    choose.cache_clear()
+    attention_choice._once.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="before a graph's capture"), torch.cuda.graph(graph):
         choose(torch.device(DEVICE), torch.bfloat16, 128)
-    choose.cache_clear()
+    attention_choice._once.cache_clear()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -248,6 +248,29 @@ def test_builds_that_are_missing_or_broken(install, monkeypatch, tmp_path):
         load_flash3(attention_choice.FLASH3_BUILDS[0])
 
 
+def test_a_gpu_is_asked_about_once_however_it_is_named(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention_choice, "pick", lambda *given: asked.append(given))
+    for name, value in (
+        ("current_device", 1),
+        ("is_current_stream_capturing", False),
+        ("get_device_name", HOPPER[0]),
+        ("get_device_capability", HOPPER[1]),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    attention_choice._once.cache_clear()
+    try:
+        for name in ("cuda", "cuda:1", "cuda", "cuda:0"):
+            attention_choice.choose(torch.device(name), torch.bfloat16, 64)
+        assert asked == [(torch.device("cuda", index), torch.bfloat16, 64, *HOPPER) for index in (1, 0)]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        attention_choice.choose(torch.device("cuda:0"), torch.bfloat16, 64)
+        with pytest.raises(RuntimeError, match="before a graph's capture"):
+            attention_choice.choose(torch.device("cuda:0"), torch.float16, 64)
+    finally:
+        attention_choice._once.cache_clear()
+
+
 def test_cpus_have_no_packed_attention():
     assert not attention_cuda.available(CPU, torch.bfloat16, 64)
     with pytest.raises(RequestError, match=r"no kernel takes torch\.bfloat16 heads of 64 on cpu"):

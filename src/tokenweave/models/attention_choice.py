@@ -55,7 +55,6 @@ def asked_attention() -> str | None:
     return name
 
 
-@functools.cache
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice | None:
     """The kernel for such a cache; None where there is none, with a warning in the log on a GPU.
 
@@ -66,6 +65,12 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice | 
     """
     if device.type != "cuda":
         return None
+    return _once(torch.cuda.current_device() if device.index is None else device.index, dtype, head_dim)
+
+
+@functools.cache
+def _once(index: int, dtype: torch.dtype, head_dim: int) -> Choice | None:
+    device = torch.device("cuda", index)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("attention was not chosen before a graph's capture: call attention_cuda.available() first")
     return pick(device, dtype, head_dim, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
