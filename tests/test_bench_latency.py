@@ -60,11 +60,12 @@ class WallClock:
         assert calls == 1
         return _Graph(call)
 
-    def replay(self, graph, reset):
+    def replay(self, graph, reset, replays=1):
         reset()
         began = time.perf_counter()
-        graph.replay()
-        return (time.perf_counter() - began) * 1e6
+        for _ in range(replays):
+            graph.replay()
+        return (time.perf_counter() - began) / replays * 1e6
 
 
 class _Recorder(record.Recorder):
@@ -117,7 +118,7 @@ def _measured(path, sweep, sustain):
     group, device = dist.group.WORLD, torch.device("cpu")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = dummy_model(TINY, rank=rank, world_size=world, group=group, dtype=torch.float32, layers=2)
-    config = Config("tiny", (48, 130), MODES, sweep=sweep, sustain=sustain, json=path)
+    config = Config("tiny", (48, 130), MODES, layers=TINY.layers, sweep=sweep, sustain=sustain, json=path)
     lines = []
     bench = LatencyBench(
         config,
@@ -151,6 +152,7 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
     for row in rows:
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert row["ms_per_layer"] == row["ms"] / 2
+        assert row["replays"] == 2, "two of four layers"
         assert row["host_ms"]["eager"] > 0
         assert row["power_w"] == 500
         replays = 96 / row["sustained"]["joules"] * 2  # two GPUs

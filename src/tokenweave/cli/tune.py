@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import check_output, check_time_limit, command_line, numbers
+from tokenweave.cli.arguments import check_output, numbers
+from tokenweave.cli.ranks import check_ranks, instruments, run_on_ranks
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -52,10 +52,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures on ranks of its own, or as one rank of torchrun's."""
-    from tokenweave.bench import launch
-
     _check(args)
-    return launch.on_ranks(lambda: _run_rank(args), command_line(("tune",), args, OPTIONS), args.tp, args.time_limit)
+    work = _verify if args.verify else functools.partial(_tune, began=time.monotonic())
+    return run_on_ranks(("tune",), args, OPTIONS, work)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -64,13 +63,11 @@ def _check(args: argparse.Namespace) -> None:
     from tokenweave.models.sharding import shard_of
     from tokenweave.planning.cost import MOST_TOKENS
 
-    if not 2 <= args.tp <= 8:
-        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
+    check_ranks(args)
     if args.max_tokens < 512:
         raise RequestError(f"--max-tokens {args.max_tokens}; expected at least 512")
     if not 0 < args.seconds < 1e7:
         raise RequestError(f"--seconds {args.seconds:g}; expected a positive number of seconds")
-    check_time_limit(args.time_limit)
     check_output("--json", args.json)
     if args.max_tokens > MOST_TOKENS:
         raise RequestError(f"--max-tokens {args.max_tokens}; expected at most {MOST_TOKENS}: no GPU holds more at once")
@@ -86,20 +83,7 @@ def _check(args: argparse.Namespace) -> None:
             raise RequestError(f"--tokens {longest}; the model's context is {config.context}")
 
 
-def _run_rank(args: argparse.Namespace) -> int:
-    began = time.monotonic()
-    from tokenweave.bench import launch
-
-    with launch.joined() as me:
-        # Graphs have to be gone before the ranks part: they are locals of these.
-        if args.verify:
-            _verify(args, me)
-        else:
-            _tune(args, me, began)
-    return 0
-
-
-def _tune(args: argparse.Namespace, me: Rank, began: float) -> None:
+def _tune(args: argparse.Namespace, me: Rank, began: float) -> int:
     from tokenweave.bench import environment
     from tokenweave.models import read_config
     from tokenweave.planning.machine import machine_of
@@ -136,24 +120,19 @@ def _tune(args: argparse.Namespace, me: Rank, began: float) -> None:
     pieces.close()
     if me.rank == 0:
         print(summary(table, path), flush=True)
+    return 0
 
 
-def _verify(args: argparse.Namespace, me: Rank) -> None:
+def _verify(args: argparse.Namespace, me: Rank) -> int:
     """Steps of a few layers in every mode, as `tokenweave bench latency` runs them, beside their predictions."""
-    from tokenweave.bench import environment
     from tokenweave.bench.latency.bench import Config, LatencyBench
     from tokenweave.bench.result import write_result
-    from tokenweave.bench.timing import GraphClock
     from tokenweave.models import read_config
     from tokenweave.models.dummy import dummy_model
     from tokenweave.planning import Planner
     from tokenweave.planning.machine import machine_of
     from tokenweave.tuning.find import agreed_profile
     from tokenweave.tuning.verify import MODES, checks, summary, text
-
-    def say(line: str) -> None:
-        if me.rank == 0:
-            print(line, file=sys.stderr, flush=True)
 
     config = dataclasses.replace(read_config(args.model), layers=args.layers)
     planners: list[Planner] = []
@@ -162,38 +141,30 @@ def _verify(args: argparse.Namespace, me: Rank) -> None:
         machine = machine_of(None, me.ranks, transport)
         profile = agreed_profile(config, machine, me.group, args.out)
         planners.append(Planner(config, mode="auto", costs=profile or machine))
-        say(f"predictions: {'measured table' if profile else 'analytical model'}, {planners[0].model.costs.source}")
+        me.say(f"predictions: {'measured table' if profile else 'analytical model'}, {planners[0].model.costs.source}")
         return planners[0]
 
     model = dummy_model(config, rank=me.rank, world_size=me.ranks, group=me.group, device=me.device, layers=args.layers)
-    bench = LatencyBench(
-        Config(
-            model=Path(args.model).name,
-            tokens=_tokens(args),
-            modes=MODES,
-            sweep=args.sweep,
-            sustain=0.0,
-            profile=False,
-            baselines=("nccl",),
-        ),
-        model,
-        planner,
-        me.group,
-        me.device,
-        GraphClock(me.group, me.device),
-        environment.Monitor(me.local),
-        environment.describe() if me.rank == 0 else {},
-        say,
+    measured = Config(
+        model=Path(args.model).name,
+        tokens=_tokens(args),
+        modes=MODES,
+        layers=read_config(args.model).layers,
+        sweep=args.sweep,
+        sustain=0.0,
+        profile=False,
+        baselines=("nccl",),
     )
-    result = bench.run()
+    result = LatencyBench(measured, model, planner, me.group, me.device, *instruments(me)).run()
     if me.rank:
-        return
+        return 0
     found = checks(result, planners[0])
     print(text(found), flush=True)
     if args.json is not None:
         kept = {"checks": [check.as_json() for check in found], "summary": summary(found)}
         kept |= {key: result[key] for key in ("environment", "config", "sweep", "rows", "wrong")}
         write_result(kept, args.json)
+    return 0
 
 
 def _tokens(args: argparse.Namespace) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 A step is what the engine runs for one prompt: embedding, all layers, the final norm of the last row; not the vocabulary's
 projection, which is the same in every mode. Every variant is captured as one CUDA graph and timed in paired rounds, the
-slowest rank's time. ``no_comm`` removes the collectives and nothing else: 1.0 of it means that all communication is hidden.
+slowest rank's time. A step of fewer layers than the model has is replayed as often as makes up for them, so that power and
+clocks are those of the model. ``no_comm`` removes the collectives and nothing else: 1.0 of it means that all communication is hidden.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from tokenweave.planning import Mode, Planner
 
 MODES = ("sequential", "fused", "woven", "auto", "no_comm")
 _QUICK_REPLAYS = 7  # of a candidate of the sweep
+_LONG_MS = 20.0  # of a sample: no more replays are needed for the clocks of long steps
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Config:
 
     Attributes:
         model: its name. tokens: of the prompts. modes: some of :data:`MODES`.
+        layers: that the model has; 0: those that are measured.
         rounds: of paired samples, at least 20. seed: of token ids and of the order of modes.
         sweep: try cuts, thread blocks, clusters and SM budgets for fused and woven, instead of the planner's alone.
         sustain: seconds of back-to-back replays a mode, for power and energy; 0 for none.
@@ -52,6 +56,7 @@ class Config:
     model: str
     tokens: tuple[int, ...]
     modes: tuple[str, ...]
+    layers: int = 0
     rounds: int = 20
     seed: int = 0
     sweep: bool = False
@@ -90,6 +95,7 @@ class LatencyBench:
         self._workspace = self._steps.workspace
         self._planner = planner(self._workspace.transport)
         self._sequential = SequentialSteps(self._steps, model, most, group, device, config.baselines, say)
+        self._replays = 1  # of a sample
         self._chosen: dict[int, dict[str, Variant]] = {}  # tokens -> mode -> its fastest variant
         self._result: dict[str, Any] = {
             "environment": environment,
@@ -169,6 +175,7 @@ class LatencyBench:
 
     def _measure(self, tokens: int) -> None:
         began = time.monotonic()
+        self._replays = self._replays_of(tokens)
         noted = len(self._result["sweep"])
         variants = list(self._variants(tokens))
         for entry in self._result["sweep"][noted:]:
@@ -192,7 +199,7 @@ class LatencyBench:
         shown = {mode: variant for mode, variant in chosen.items() if mode != "compute"}
         sustained = {mode: self._sustained(graphs[v.key], times[v.key]) for mode, v in shown.items()}
         layers = self._model.config.layers
-        measured = Measured(tokens, layers, chosen, times, host, errors, clocks, sustained)
+        measured = Measured(tokens, layers, self._replays, chosen, times, host, errors, clocks, sustained)
         self._result["rows"] += rows_of(measured)
         self._chosen[tokens] = shown
         self._result["sequential"] += [
@@ -222,7 +229,13 @@ class LatencyBench:
         return self._clock.capture(variant.walk, 1)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
-        return self._clock.replay(graph, lambda: None)
+        return self._clock.replay(graph, lambda: None, self._replays)
+
+    def _replays_of(self, tokens: int) -> int:
+        """Of a sample: as many as make up for layers that are left out, as far as that takes to be long."""
+        layers = self._model.config.layers
+        ms = self._planner.explain(tokens, mode="auto").predicted_ms["no_comm"]  # the same on all ranks
+        return max(1, min(-(-self._config.layers // layers), math.ceil(_LONG_MS / ms)))
 
     def _errors(self, variants: Sequence[Variant], tokens: int) -> dict[str, float | None]:
         """Of the final rows, by key; what is wrong is told, and goes into the result's ``"wrong"``."""

@@ -17,6 +17,7 @@ class Measured:
     """What was measured at one number of tokens.
 
     Attributes:
+        layers: that were measured. replays: of the step in a sample, one after the other.
         chosen: mode -> its fastest variant.
         times: variant's key -> us of all rounds, on the slowest rank. host, errors: by the same keys.
         clocks: during the rounds. sustained: mode -> as :func:`tokenweave.bench.latency.measure.sustained`, or None.
@@ -24,6 +25,7 @@ class Measured:
 
     tokens: int
     layers: int
+    replays: int
     chosen: Mapping[str, Variant]
     times: Mapping[str, Sequence[float]]
     host: Mapping[str, dict[str, float]]
@@ -65,6 +67,7 @@ def _row(measured: Measured, mode: str) -> dict[str, Any]:
         "ms_per_layer": step.value / 1e3 / measured.layers,
         "speedup": against("sequential"),
         "no_comm_ratio": against("no_comm"),
+        "replays": measured.replays,
         "plan": None if variant.plan is None else plan_json(variant.plan),
         "host_ms": measured.host[variant.key],
         "error": measured.errors[variant.key],
