@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenweave.engine.graphs import bucket_rows
 from tokenweave.errors import RequestError
 from tokenweave.models import attention_choice, attention_cuda, attention_flash
 from tokenweave.models.attention_choice import differs, expected, pick
 from tokenweave.models.attention_flash import FLASH3_BUILDS, Flash3Build, load_flash3
+from tokenweave.models.inputs import PackedSequences
 
 CPU = torch.device("cpu")
 HOPPER = ("NVIDIA H200", (9, 0))
@@ -136,6 +138,30 @@ def test_a_build_that_computes_the_same_is_taken(install, caplog, name, dtype, s
     assert (prompts["num_splits"], prompts["max_seqlen_q"]) == (1, 256)
     assert (decodes["num_splits"], decodes["max_seqlen_q"]) == (32, 1)
     assert prompts["softmax_scale"] == pytest.approx(size**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "splits"), [(1, 32), (64, 32), (65, 16), (128, 16), (129, 8), (1024, 2), (2048, 1)]
+)
+def test_how_many_blocks_may_share_a_row(install, decodes, splits):
+    operator = install("flash-attn-3")
+    kernel = load_flash3(attention_choice.FLASH3_BUILDS[0])
+    queries, keys = torch.randn(decodes, 2, 8).bfloat16(), torch.randn(decodes, 1, 8).bfloat16()
+    starts = torch.arange(decodes + 1, dtype=torch.int32)
+    ones = torch.ones(decodes, dtype=torch.int32)
+    for most, expected_splits in ((1, splits), (2, 1)):
+        got = kernel(queries, keys, keys, PackedSequences(starts, starts, ones, most, 1))
+        assert operator.calls[-1]["num_splits"] == expected_splits
+        assert torch.equal(got, keys.expand(-1, 2, -1)), "each row sees its own key alone"
+
+
+def test_graphs_and_eager_steps_split_alike():
+    def of(count: int) -> int:
+        empty = torch.empty(count, dtype=torch.int32)
+        return attention_flash._splits(PackedSequences(empty, empty, empty, 1, 1))
+
+    for rows in range(1, 3000):
+        assert of(bucket_rows(rows)) == of(rows), rows
 
 
 def test_a_wrong_build_is_refused_and_the_next_one_runs(install, caplog):

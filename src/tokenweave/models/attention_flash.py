@@ -22,11 +22,8 @@ from tokenweave.models.inputs import PackedSequences
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences], torch.Tensor]
 
-# Blocks that may share a decoded row's keys. Decoding has few rows, so one block a row and head would leave most SMs idle.
-# The kernel takes it as an upper bound and decides on the device, from the lengths, so it need not follow them; that it
-# is always the same makes a row's bits the same in every graph and outside of graphs. The partial results are added in
-# a fixed order. Prefill has blocks enough and is not split: a row's bits then depend on its own sequence alone.
-_MOST_SPLITS = 32
+# Blocks that may share a decoded row's keys, and rows of partial results that they may write per head (4 bytes an element).
+_MOST_SPLITS, _MOST_PARTIAL_ROWS = 32, 2048
 
 # What a build's operator may ask for besides, and what leaves it out.
 _NEUTRAL: dict[str, Any] = {
@@ -138,11 +135,25 @@ def load_flash3(build: Flash3Build) -> Kernel:
             max_seqlen_k=sequences.max_length,
             softmax_scale=queries.shape[-1] ** -0.5,
             is_causal=True,
-            num_splits=_MOST_SPLITS if sequences.max_queries == 1 else 1,
+            num_splits=_splits(sequences),
             **rest,
         )[0]
 
     return flash3
+
+
+def _splits(sequences: PackedSequences) -> int:
+    """The most blocks that may share a row's keys.
+
+    Decodes are few rows, and one block for each and each key/value head would leave most SMs idle. The kernel takes the
+    number as an upper bound and decides on the device, from the lengths, so it need not follow those; it adds the partial
+    results in a fixed order. The bound follows the number of sequences in powers of two: no bucket of graphs passes one,
+    so a row's bits are the same in a graph and outside of it. Prompts make blocks enough and are not split, so that a
+    row's bits depend on its own sequence alone.
+    """
+    if sequences.max_queries > 1:
+        return 1
+    return max(1, min(_MOST_SPLITS, _MOST_PARTIAL_ROWS >> (sequences.lengths.shape[0] - 1).bit_length()))
 
 
 def _library(build: Flash3Build) -> Path:
