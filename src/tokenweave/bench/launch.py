@@ -60,6 +60,11 @@ class Rank:
     device: torch.device
     group: dist.ProcessGroup
 
+    def say(self, line: str) -> None:
+        """A line of progress on stderr, from rank 0 alone."""
+        if self.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
 
 @contextlib.contextmanager
 def joined(device_type: str = "cuda") -> Iterator[Rank]:

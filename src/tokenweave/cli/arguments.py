@@ -76,6 +76,15 @@ def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) 
         raise RequestError(f"{option} {path}: it cannot be written: {error.strerror or error}") from None
 
 
+def check_picture(option: str, path: Path | None) -> None:
+    """The same for a picture, which matplotlib draws."""
+    if path is not None:
+        from tokenweave.bench.plots import require_matplotlib
+
+        check_output(option, path, PICTURES)
+        require_matplotlib()
+
+
 def check_folder(option: str, path: Path) -> None:
     """The same for a folder of results, which is made."""
     try:

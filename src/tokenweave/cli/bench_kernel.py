@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, command_line, numbers, some
+from tokenweave.cli.arguments import check_output, check_picture, check_seed, numbers, some
+from tokenweave.cli.ranks import check_ranks, instruments, run_on_ranks
 from tokenweave.errors import RequestError
+
+if TYPE_CHECKING:
+    from tokenweave.bench.launch import Rank
 
 _TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
 _QUICK = "16,256,1024,4096"
@@ -34,59 +37,37 @@ def add_parser(kinds: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures on ranks of its own, or as one rank of torchrun's."""
-    from tokenweave.bench import launch
-
     _check(args)
-    if args.plot is not None:
-        from tokenweave.bench.plots import require_matplotlib
-
-        require_matplotlib()
-    return launch.on_ranks(
-        lambda: _run_rank(args), command_line(("bench", "kernel"), args, OPTIONS), args.tp, args.time_limit
-    )
+    return run_on_ranks(("bench", "kernel"), args, OPTIONS, _run_rank)
 
 
-def _run_rank(args: argparse.Namespace) -> int:
+def _run_rank(args: argparse.Namespace, me: Rank) -> int:
     import torch
 
-    from tokenweave.bench import environment, launch
     from tokenweave.bench.kernel import report
     from tokenweave.bench.kernel.bench import Config, KernelBench, link_gbs
     from tokenweave.bench.kernel.implementations import FAMILIES
-    from tokenweave.bench.timing import GraphClock
 
-    with launch.joined() as me:
-        rank, device, group = me.rank, me.device, me.group
-        gpu = torch.cuda.get_device_properties(device)
-        config = Config(
-            hidden=numbers("--hidden", args.hidden),
-            tokens=_tokens(args),
-            ctas=numbers("--ctas", args.ctas) if args.ctas else (),
-            dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
-            rounds=_rounds(args),
-            link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
-            seed=args.seed,
-            json=args.json,
-        )
-        bench = KernelBench(
-            config,
-            group,
-            device,
-            [family for family in FAMILIES if args.only is None or family.name.split()[0] in args.only.split(",")],
-            GraphClock(group, device),
-            environment.Monitor(me.local),
-            environment.describe() if rank == 0 else {},
-            lambda line: print(line, file=sys.stderr, flush=True) if rank == 0 else None,
-        )
-        result = bench.run()
-        if rank == 0:
-            report.finish(result)
-            print(report.text(result), flush=True)
-            if args.plot is not None and result["rows"]:
-                from tokenweave.bench.kernel.plots import plot_kernel
+    gpu = torch.cuda.get_device_properties(me.device)
+    config = Config(
+        hidden=numbers("--hidden", args.hidden),
+        tokens=_tokens(args),
+        ctas=numbers("--ctas", args.ctas) if args.ctas else (),
+        dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype],
+        rounds=_rounds(args),
+        link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
+        seed=args.seed,
+        json=args.json,
+    )
+    families = [family for family in FAMILIES if args.only is None or family.name.split()[0] in args.only.split(",")]
+    result = KernelBench(config, me.group, me.device, families, *instruments(me)).run()
+    if me.rank == 0:
+        report.finish(result)
+        print(report.text(result), flush=True)
+        if args.plot is not None and result["rows"]:
+            from tokenweave.bench.kernel.plots import plot_kernel
 
-                plot_kernel(result, args.plot)
-        del bench  # and its graphs
+            plot_kernel(result, args.plot)
     return 0 if result["rows"] else 1
 
 
@@ -94,8 +75,7 @@ def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
     from tokenweave.bench.timing import MIN_ROUNDS
 
-    if not 2 <= args.tp <= 8:
-        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
+    check_ranks(args)
     wrong = [hidden for hidden in numbers("--hidden", args.hidden) if hidden % 8 or hidden > 16384]
     if wrong:
         raise RequestError(f"--hidden {wrong[0]}; expected multiples of 8 up to 16384")
@@ -105,9 +85,8 @@ def _check(args: argparse.Namespace) -> None:
     if _rounds(args) < MIN_ROUNDS:
         raise RequestError(f"--rounds {args.rounds}; expected at least {MIN_ROUNDS}")
     check_seed(args.seed)
-    check_time_limit(args.time_limit)
     check_output("--json", args.json)
-    check_output("--plot", args.plot, PICTURES)
+    check_picture("--plot", args.plot)
     if args.only is not None:
         some("--only", args.only, ("tokenweave", "nccl", "torch", "flashinfer"))
 

@@ -73,6 +73,7 @@ def _run_rank(args: argparse.Namespace, me: Rank) -> int:
     from tokenweave.bench.latency.plots import plot_latency
     from tokenweave.bench.latency.report import text
     from tokenweave.bench.latency.sequential import BASELINES
+    from tokenweave.models import read_config
     from tokenweave.planning import Planner
 
     model = model_of(args, me)
@@ -81,6 +82,7 @@ def _run_rank(args: argparse.Namespace, me: Rank) -> int:
         tokens=numbers("--tokens", args.tokens),
         modes=some("--modes", args.modes, MODES),
         baselines=some("--baselines", args.baselines, BASELINES),
+        layers=read_config(args.model).layers,
         rounds=args.rounds,
         seed=args.seed,
         sweep=args.sweep,

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import PICTURES, check_output, check_seed, check_time_limit, numbers, some
+from tokenweave.cli.arguments import check_output, check_picture, check_seed, check_time_limit, numbers, some
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -68,10 +68,6 @@ def run(args: argparse.Namespace) -> int:
     from tokenweave.bench.vllm.report import text
 
     names = _check(args)
-    if args.plot is not None:
-        from tokenweave.bench.plots import require_matplotlib
-
-        require_matplotlib()
     with tempfile.TemporaryDirectory(prefix="tokenweave-model-") as made:
         folder, weightless = configurations.model_folder(args.model, Path(made))
         dummy = weightless or args.dummy
@@ -193,7 +189,7 @@ def _check(args: argparse.Namespace) -> tuple[str, ...]:
     check_seed(args.seed)
     check_time_limit(args.time_limit)
     check_output("--json", args.json)
-    check_output("--plot", args.plot, PICTURES)
+    check_picture("--plot", args.plot)
     if args.kv_gib is not None and not 0 < args.kv_gib < 1e6:
         raise RequestError(f"--kv-gib {args.kv_gib}; expected a positive number")
     if args.together and args.starts > 1:

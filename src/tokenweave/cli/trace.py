@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.cli.arguments import check_folder, check_seed, check_time_limit, command_line, numbers
-from tokenweave.cli.bench_latency import check_model, model_of
+from tokenweave.cli.arguments import check_folder, check_seed, numbers
+from tokenweave.cli.model import check_model, model_of
+from tokenweave.cli.ranks import check_ranks, run_on_ranks
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -43,27 +44,24 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Records on ranks of its own, or as one rank of torchrun's; writes to ``--out``."""
-    from tokenweave.bench import launch
     from tokenweave.bench.plots import require_matplotlib
 
     _check(args)
     require_matplotlib()
     check_folder("--out", args.out)
-    words = command_line(("trace",), args, OPTIONS)
-    return launch.on_ranks(lambda: _run_rank(args), words, args.tp, args.time_limit, args.device)
+    return run_on_ranks(("trace",), args, OPTIONS, _run_rank, args.device)
 
 
-def _run_rank(args: argparse.Namespace) -> int:
+def _run_rank(args: argparse.Namespace, me: Rank) -> int:
     import torch
 
-    from tokenweave.bench import launch
     from tokenweave.bench.steps import PrefillSteps
     from tokenweave.bench.trace import record
     from tokenweave.planning import Planner
 
-    with launch.joined(args.device) as me, torch.inference_mode():
+    with torch.inference_mode():
         record.prepare()
-        model = model_of(args, me.rank, me.ranks, me.group, me.device)
+        model = model_of(args, me)
         tokens = int(args.tokens)
         steps = PrefillSteps(model, tokens, me.group, me.device, args.seed, wrap=record.annotated)
         planner = Planner(model.config, "cpu" if args.device == "cpu" else None, me.ranks, steps.workspace.transport)
@@ -74,7 +72,6 @@ def _run_rank(args: argparse.Namespace) -> int:
         if me.rank == 0:
             _report(args, variant, recordings, waiting, model.config.layers, me)
         steps.close()
-        del variant, recordings
     return 0
 
 
@@ -180,14 +177,12 @@ def _report(
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
-    if not 2 <= args.tp <= 8:
-        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
+    check_ranks(args)
     tokens = numbers("--tokens", args.tokens)
     least = 2 if args.mode == "woven" else 1
     if len(tokens) != 1 or tokens[0] < least:
         raise RequestError(f"--tokens {args.tokens}; expected one number, at least {least} for --mode {args.mode}")
     check_seed(args.seed)
-    check_time_limit(args.time_limit)
     config = check_model(args)
     layers = config.layers if args.layers is None else args.layers
     if args.layer is not None and not 0 <= args.layer < layers:
