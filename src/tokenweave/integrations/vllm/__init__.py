@@ -31,6 +31,10 @@ def register() -> None:
         return
     from vllm.model_executor.models.registry import ModelRegistry
 
+    from tokenweave.integrations.vllm import environment, prometheus
+
+    environment.reach_ray_workers()
+    prometheus.serve()
     overridden = []
     for architecture, entry in list(ModelRegistry.models.items()):
         key = (getattr(entry, "module_name", "").rpartition(".")[2], getattr(entry, "class_name", ""))

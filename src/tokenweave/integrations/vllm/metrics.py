@@ -1,4 +1,4 @@
-"""What ran, and why it ran so: counted in every rank, written to vLLM's log by the first one."""
+"""What ran, and why it ran so: counted in every rank, told by the first one, in vLLM's log and to Prometheus."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 
+from tokenweave.integrations.vllm.prometheus import FALLBACKS, ON, REPLAYS, STATE, STEPS, TOKENS, Sink
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.planning import Mode
 
@@ -28,6 +29,10 @@ QUIET = {
 class Steps:
     """Counters of one rank.
 
+    Args:
+        first_rank: whether it writes the log.
+        sink: where the counters go besides; the first rank's alone.
+
     Attributes:
         modes: steps that TokenWeave ran, by mode.
         reasons: steps that ran as stock (or, for PREFIX_HAZARD, uncut), by reason.
@@ -35,12 +40,13 @@ class Steps:
         graphs: steps of ``modes`` that were replayed as a graph.
     """
 
-    def __init__(self, *, first_rank: bool = True) -> None:
+    def __init__(self, *, first_rank: bool = True, sink: Sink | None = None) -> None:
         self.modes: Counter[Mode] = Counter()
         self.rows: Counter[Mode] = Counter()
         self.reasons: Counter[Reason] = Counter()
         self.graphs = 0
         self.first_rank = first_rank
+        self._sink, self._state = sink, ""
         self._said: set[Reason] = set()
         self._last, self._written = time.monotonic(), ""
 
@@ -49,13 +55,27 @@ class Steps:
         self.modes[mode] += 1
         self.rows[mode] += rows
         self.graphs += graph
+        if self._sink is not None:
+            self._sink.add(STEPS, str(mode), 1)
+            self._sink.add(TOKENS, str(mode), rows)
+            self._sink.add(REPLAYS, str(mode), graph)
         self._maybe_write()
 
     def count(self, reason: Reason, detail: str = "") -> None:
         """A step that falls back; the reason's first is said."""
         self.reasons[reason] += 1
+        if self._sink is not None:
+            self._sink.add(FALLBACKS, str(reason), 1)
         self.say(reason, detail)
         self._maybe_write()
+
+    def engine(self, off: Reason | None) -> None:
+        """What the engine is from now on: on, or off for a reason."""
+        if self._sink is not None:
+            if self._state:
+                self._sink.set(STATE, self._state, 0)
+            self._state = ON if off is None else str(off)
+            self._sink.set(STATE, self._state, 1)
 
     def say(self, reason: Reason, detail: str = "", *, warn: bool = False) -> None:
         """Once a reason."""

@@ -50,11 +50,11 @@ class Runtime:
         compat: the version's compatibility module.
         group: the tensor-parallel group.
         device: of this rank. dtype: of the rows.
+        steps: counts them.
 
     Attributes:
         off: why everything runs as stock from now on, or None.
         choice: decides about steps.
-        steps: counts them.
         requests: that are live.
         graphs: of this rank; None where steps run launch by launch.
 
@@ -72,13 +72,14 @@ class Runtime:
         group: dist.ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
+        steps: Steps,
     ) -> None:
         self.model, self.vllm_config, self.compat, self.device = model, vllm_config, compat, device
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_requests = vllm_config.scheduler_config.max_num_seqs
         self.max_length = vllm_config.model_config.max_model_len
         self.off: Reason | None = None
-        self.steps = Steps(first_rank=dist.get_rank(group) == 0)
+        self.steps = steps
         self.requests = Requests()
         self.workspace = Workspace(
             group,
@@ -130,6 +131,7 @@ class Runtime:
         if self.off is None:
             self.off = reason
             self.steps.say(reason, detail, warn=True)
+            self.steps.engine(reason)
 
     def use(self, mode: Mode | str | None) -> None:
         """Sets the mode of all further steps, on every rank at the same step: ``"auto"``, a mode, or None for auto."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokenweave.errors import TokenWeaveError
-from tokenweave.integrations.vllm import switch
+from tokenweave.integrations.vllm import prometheus, switch
 from tokenweave.integrations.vllm.checks import Finding, engine_problem, model_problem
 from tokenweave.integrations.vllm.first_use import slower_collective
 from tokenweave.integrations.vllm.metrics import Steps
@@ -31,17 +31,20 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
     from vllm.platforms import current_platform
 
     group = get_tp_group()
-    says = Steps(first_rank=group.rank_in_group == 0)
+    first = group.rank_in_group == 0
     platform = "cuda" if current_platform.is_cuda() else "cpu"
     verdict = switch.current()
     if verdict.module is None:
         return None
-    if found := engine_problem(vllm_config, prefix, platform):
-        says.say(*found, warn=found[0] is not Reason.SUBMODEL)
+    found = engine_problem(vllm_config, prefix, platform)
+    whole = found is None or found[0] is not Reason.SUBMODEL  # a part's steps are not the engine's
+    steps = Steps(first_rank=first, sink=prometheus.sink(vllm_config) if first and whole else None)
+    if found is not None:
+        _stay_off(steps, *found)
         return None
     compat = switch.compat("cpu" if platform == "cpu" else verdict.module)
     if found := model_problem(model.model, compat):
-        says.say(*found, warn=True)
+        _stay_off(steps, *found)
         return None
     began = time.perf_counter()
     device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -49,7 +52,8 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
     try:
         with _plain_defaults():
             numbers = model_numbers(config.hf_text_config, type(model).__name__)
-            runtime = Runtime(model.model, numbers, vllm_config, compat, group.device_group, device, config.dtype)
+            group_of, dtype = group.device_group, config.dtype
+            runtime = Runtime(model.model, numbers, vllm_config, compat, group_of, device, dtype, steps)
             found = _collective_problem(runtime) if platform == "cuda" else None
     except TokenWeaveError as error:  # the workspace's own errors are agreed on by all ranks
         found = Reason.SETUP, str(error)
@@ -58,15 +62,16 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
         found = Reason.ERROR, str(error)
     if found is not None or runtime is None:
         if found is not None:
-            says.say(*found, warn=True)
+            _stay_off(steps, *found)
         if runtime is not None:
             runtime.close()
         return None
+    steps.engine(None)
     if platform == "cpu":
         from tokenweave.integrations.vllm import v1_cpu
 
         v1_cpu.install()
-    if says.first_rank:
+    if first:
         log.info(
             "TokenWeave: mode %s, %s transport (%s), steps of up to %d rows; ready in %.1f s",
             runtime.choice.mode or "auto",
@@ -76,6 +81,11 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
             time.perf_counter() - began,
         )
     return runtime
+
+
+def _stay_off(steps: Steps, reason: Reason, detail: str) -> None:
+    steps.say(reason, detail, warn=reason is not Reason.SUBMODEL)
+    steps.engine(reason)
 
 
 def _collective_problem(runtime: Runtime) -> Finding | None:
