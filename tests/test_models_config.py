@@ -156,6 +156,7 @@ def test_damaged_json(tmp_path: Path, text: str) -> None:
     ("name", "billions"),
     [
         ("Llama-3.1-8B", 8.03),
+        ("Llama-3.2-1B", 1.236),
         ("Llama-3.3-70B", 70.55),
         ("Qwen2.5-72B", 72.71),
         ("Qwen3-32B", 32.76),
@@ -173,7 +174,7 @@ def test_builtin_numbers_give_the_published_parameter_count(name: str, billions:
 
 
 def test_every_builtin_is_read() -> None:
-    assert len(builtin_names()) == 7
+    assert len(builtin_names()) == 8
     for name in builtin_names():
         assert read_config(name).layers > 0
 
@@ -184,5 +185,5 @@ def test_a_name_too_long_for_a_file() -> None:
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ModelError, match=r"no model 'Llama-9': .*Llama-3\.1-8B, Llama-3\.3-70B, .*SmolLM2-135M"):
+    with pytest.raises(ModelError, match=r"no model 'Llama-9': .*Llama-3\.1-8B, .*Llama-3\.3-70B, .*SmolLM2-135M"):
         read_config("Llama-9")

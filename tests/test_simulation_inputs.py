@@ -118,7 +118,7 @@ def test_poisson_arrivals_have_their_rate_and_its_variance() -> None:
 @pytest.mark.parametrize(
     ("model", "parameters"),
     # Counts as the models' cards and papers give them.
-    [("Llama-3.1-8B", 8.03e9), ("Llama-3.3-70B", 70.6e9), ("Qwen2.5-72B", 72.7e9), ("Qwen3-32B", 32.8e9),
+    [("Llama-3.1-8B", 8.03e9), ("Llama-3.2-1B", 1.24e9), ("Llama-3.3-70B", 70.6e9), ("Qwen2.5-72B", 72.7e9), ("Qwen3-32B", 32.8e9),
      ("Mixtral-8x7B", 46.7e9), ("Mixtral-8x22B", 141e9), ("SmolLM2-135M", 135e6)],
 )  # fmt: skip
 def test_weights_are_counted(model: str, parameters: float) -> None:

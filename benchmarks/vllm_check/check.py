@@ -2,8 +2,9 @@
 
     TOKENWEAVE=1 python benchmarks/vllm_check/check.py --layers 32 --tokens 1024,2048,4096,8192 --json check.json
 
-The model is random (the shape of Llama-3.1-8B, or of ``--config``); its mode is switched in the running engine, so that all
-modes share weights, cache and clocks. ``stock`` is vLLM's own path in the same engine.
+The model has random weights: Llama-3.1-8B, or another built-in configuration (Llama-3.2-1B has heads of 64), or a folder.
+Its mode is switched in the running engine, so that all modes share weights, cache and clocks. ``stock`` is vLLM's own path
+in the same engine.
 
 Correctness: batches of prompts of random lengths, prefilled in chunks beside decodes, with every mode; what is compared are
 log-probabilities of the first tokens, and the share of equal greedy tokens. A prefix that a second request of the same step
@@ -22,41 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the workers
+from tokenweave.bench.vllm.configurations import model_folder
+from tokenweave.models.hf_config import read_json
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-    },
-    "llama-70b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
-        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-    },
-    "small-64": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "vocab_size": 32000, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-    },
-    "qwen3-8b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 151936, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-    },
-    "qwen2-7b": {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "vocab_size": 152064, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6,
-    },
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
-        "vocab_size": 32000, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5,
-    },
-}  # fmt: skip
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the workers
 
 MODES = ("stock", "fused", "woven")
 
@@ -118,19 +88,18 @@ def _state(worker: Any) -> dict[str, Any]:
 class Check:
     """A running engine and the figures so far."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, made: Path) -> None:
         from vllm import LLM
 
-        config = {**SHAPES[options.shape], "max_position_embeddings": 131072, "hidden_act": "silu",
-                  "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-        config["num_hidden_layers"] = options.layers or config["num_hidden_layers"]
+        folder, _ = model_folder(options.model, made)
+        config = read_json(folder / "config.json")
         self.vocab = config["vocab_size"]
-        folder = Path(tempfile.mkdtemp(prefix="tokenweave-check-"))
-        (folder / "config.json").write_text(json.dumps(config))
+        layers = options.layers or config["num_hidden_layers"]
         began = time.perf_counter()
         self.llm = LLM(
             str(folder),
             load_format="dummy",
+            hf_overrides={"num_hidden_layers": layers},
             skip_tokenizer_init=True,
             tensor_parallel_size=options.tp,
             max_model_len=options.max_model_len,
@@ -138,7 +107,7 @@ class Check:
             seed=0,
             **json.loads(options.engine),
         )
-        self.result: dict[str, Any] = {"shape": options.shape, "layers": config["num_hidden_layers"], "tp": options.tp}
+        self.result: dict[str, Any] = {"model": options.model, "layers": layers, "tp": options.tp}
         self.result["start_s"] = round(time.perf_counter() - began, 1)
         self.llm.collective_rpc(_randomise)
 
@@ -244,8 +213,8 @@ def _compare(stock: list[Any], other: list[Any]) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
-    parser.add_argument("--layers", type=int, default=0, help="default: all of the shape's")
+    parser.add_argument("--model", default="Llama-3.1-8B", help="a built-in configuration, or a Hugging Face folder")
+    parser.add_argument("--layers", type=int, default=0, help="default: all of the model's")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tokens", default="512,1024,2048,4096,8192", help="prompt lengths to time; empty for none")
     parser.add_argument(
@@ -258,7 +227,17 @@ def main() -> None:
     parser.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
-    check = Check(options)
+    with tempfile.TemporaryDirectory(prefix="tokenweave-check-") as made:
+        run(options, Path(made))
+
+
+def run(options: argparse.Namespace, made: Path) -> None:
+    """Starts the engine, measures what was asked for, and writes the figures also where something fails.
+
+    Args:
+        made: an empty folder for the config.json of a built-in model.
+    """
+    check = Check(options, made)
     state = check.state()
     print("START", json.dumps(check.result), json.dumps(state), flush=True)
     if state["off"] != "None":
