@@ -307,13 +307,15 @@ def _kernels(seed: int) -> float:
             positions = torch.randint(cached, (tokens,), generator=generator, device=_device())
             rows = torch.randperm(cached, generator=generator, device=_device())[:tokens]
             rows[5], rows[36] = -1, -1
+            qkv[7, queries + kv, 3], qkv[9, -1, size - 1] = torch.nan, -torch.inf  # values: of the first head, of the last
             double = qkv[:, : queries + kv].double()
             if norm is not None:
                 double = double * torch.rsqrt(double.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
             cosine, sine = (f(angles)[positions].double().unsqueeze(1) for f in (torch.cos, torch.sin))
             low, high = double.chunk(2, dim=-1)
             rotated = torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
-            new_values = qkv[:, queries + kv :].clone()
+            rotated[7, queries], rotated[9, -1] = torch.nan, torch.nan  # keys of the values that aren't finite
+            new_values = qkv[:, queries + kv :].nan_to_num(0, 0, 0)
             kernels.rope_cache(qkv, keys, values, queries, (angles.cos(), angles.sin()), norm, 1e-5, positions, rows)
             real = rows >= 0
             expected = before[0].double().index_copy(0, rows[real], rotated[real, queries:])
@@ -322,6 +324,8 @@ def _kernels(seed: int) -> float:
                 ("keys", keys, expected),
                 ("values", values, before[1].index_copy(0, rows[real], new_values[real])),
             ):
+                assert torch.equal(got.isnan(), want.isnan()), f"{name} {dtype} {queries, kv, size, normed}"
+                got, want = got.nan_to_num(), want.nan_to_num()
                 error = float(((got.double() - want.double()).abs() / want.double().abs().clamp_min(1)).max())
                 assert error <= limit, f"{name} {dtype} {queries, kv, size, normed}: {error:.1e} of {limit:.1e}"
                 worst = max(worst, error / limit)

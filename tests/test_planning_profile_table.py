@@ -126,9 +126,11 @@ def test_an_interrupted_run_is_refused(tmp_path):
     ("here", "reason"),
     [
         ({}, None),
+        ({"attention": None}, None),
         ({"driver": "590.1"}, "it is stale: measured with driver 580.65.06, here it is 590.1"),
         ({"torch": "2.13.0"}, r"it is stale: measured with torch 2.11.0\+cu130, here it is 2.13.0"),
         ({"cublas": "13.2.0", "nccl": "2.29"}, "it is stale: measured with cublas 13.1.0, .*; measured with nccl"),
+        ({"attention": "fa3-fwd 0.0.3"}, "it is stale: measured with attention torch, here it is fa3-fwd 0.0.3"),
         ({"gpu": "NVIDIA H100"}, "it is foreign: measured with gpu NVIDIA H200, here it is NVIDIA H100"),
         ({"tp": 4, "driver": "1.0"}, "it is foreign: measured with tp 2, here it is 4$"),
         ({"transport": "multimem"}, "it is foreign: measured with transport p2p"),

@@ -63,6 +63,7 @@ def identity_of(config=LLAMA, **changes):
         "cuda": "13.0",
         "cublas": "13.1.0",
         "nccl": "2.28.9",
+        "attention": "torch",
         "tp": 2,
         "transport": "p2p",
         "shape": shape_of(config),

@@ -25,7 +25,8 @@ class KVCache:
 
     Attributes:
         keys, values: per layer, [rows, kv_heads, head_dim]. A row is written before it counts, but attention kernels load
-            rows past a sequence's end and give them a weight of zero: so all are zero at first, and never NaN.
+            rows past a sequence's end and give them a weight of zero: so all are zero at first, and the kernel that writes
+            values writes finite ones (``models/csrc/rope_cache.cu``).
     """
 
     def __init__(

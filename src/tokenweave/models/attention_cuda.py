@@ -27,7 +27,8 @@ def attend_packed(
 
     Args:
         queries: [tokens, heads, head_dim], each row's elements contiguous.
-        keys, values: one layer's cache, [rows, kv_heads, head_dim], finite in every row.
+        keys, values: one layer's cache, [rows, kv_heads, head_dim]; values finite in every row, as
+            :func:`tokenweave.models.kernels.rope_cache` leaves them.
 
     Returns:
         [tokens, heads, head_dim]; rows that belong to no sequence hold anything.

@@ -159,6 +159,7 @@ class Identity:
     Attributes:
         gpu, sms: the device's name and its SMs. driver: the kernel module's version.
         torch, cuda, cublas, nccl: of the libraries that are loaded.
+        attention: the kernel, with the version of what isn't torch's; None of a machine that takes tables with any.
         tp, transport: ranks, and what the fused collective runs on.
         shape: of the model.
     """
@@ -170,6 +171,7 @@ class Identity:
     cuda: str
     cublas: str
     nccl: str
+    attention: str | None
     tp: int
     transport: str
     shape: Shape
@@ -178,9 +180,9 @@ class Identity:
         """Why a table of this identity cannot be used ``here``; None if it can."""
         for what, names in (
             ("foreign", ("gpu", "sms", "tp", "transport")),
-            ("stale", ("driver", "torch", "cuda", "cublas", "nccl")),
+            ("stale", ("driver", "torch", "cuda", "cublas", "nccl", "attention")),
         ):
-            if differing := [n for n in names if getattr(self, n) != getattr(here, n)]:
+            if differing := [n for n in names if getattr(here, n) not in (None, getattr(self, n))]:
                 return f"it is {what}: " + "; ".join(
                     f"measured with {name} {getattr(self, name)}, here it is {getattr(here, name)}"
                     for name in differing

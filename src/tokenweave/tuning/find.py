@@ -45,6 +45,8 @@ def agreed_profile(
     group: dist.ProcessGroup | None,
     path: Path | None = None,
     here: Identity | None = None,
+    *,
+    own_attention: bool = True,
 ) -> Profile | None:
     """The measured costs of a model, the same on every rank of ``group``; all of them call it.
 
@@ -55,6 +57,7 @@ def agreed_profile(
         group: of the ranks; None for a single one.
         path: of the table that was asked for; None: :func:`profile_path`.
         here: this rank's machine; None: as :mod:`tokenweave.tuning.identity` reads it.
+        own_attention: as :func:`tokenweave.tuning.identity.identity_here`.
 
     Returns:
         None where no table holds on all ranks; rank 0's log has one line that says why.
@@ -67,7 +70,7 @@ def agreed_profile(
             if path is not None:
                 raise ProfileError(f"{path}: measured tables are for two or more ranks on GPUs")
             return None  # times of a CPU prove nothing, and one rank has nothing to hide
-        here = identity_here(config, machine.tp, machine.transport)
+        here = identity_here(config, machine.tp, machine.transport, own_attention=own_attention)
     others = None if group is None or dist.get_world_size(group) == 1 else group
     first = group is None or dist.get_rank(group) == 0
     found = _read(path, here) if first else ("", None, None)

@@ -11,18 +11,21 @@ import torch
 
 from tokenweave.cuda.sm_budget import cublas_library
 from tokenweave.doctor.machine import nvidia_smi
+from tokenweave.models.attention_choice import choose
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.profile_table import Identity, shape_of
 
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 
 
-def identity_here(config: ModelConfig, tp: int, transport: str) -> Identity:
+def identity_here(config: ModelConfig, tp: int, transport: str, *, own_attention: bool = True) -> Identity:
     """What a table has to be measured with to serve here: the current GPU, the libraries that are loaded.
 
     Args:
         config: the model. tp, transport: ranks, and what their workspace runs on.
+        own_attention: this package's kernels run; False: another engine's, which no table was measured with.
     """
+    attention = choose(torch.device("cuda"), torch.bfloat16, config.head_dim) if own_attention else None
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Identity(
         gpu=device.name,
@@ -32,6 +35,7 @@ def identity_here(config: ModelConfig, tp: int, transport: str) -> Identity:
         cuda=torch.version.cuda or "none",
         cublas=_cublas(),
         nccl=".".join(map(str, torch.cuda.nccl.version())),
+        attention=(attention.label if attention else "none") if own_attention else None,
         tp=tp,
         transport=transport,
         shape=shape_of(config),
