@@ -95,7 +95,8 @@ class Runtime:
         gpu = "cpu" if device.type == "cpu" else None
         mode, plain = asked_mode(), vllm_config.quant_config is None
         machine = machine_of(gpu, self.workspace.world_size, self.workspace.transport)
-        planner = Planner(numbers, mode=mode or "auto", costs=agreed_profile(numbers, machine, group) or machine)
+        profile = agreed_profile(numbers, machine, group, own_attention=False)
+        planner = Planner(numbers, mode=mode or "auto", costs=profile or machine)
         self.choice = Choice(planner, mode, plain=plain)
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
