@@ -1,6 +1,7 @@
 """Captured graphs: memset nodes become kernel nodes, and the graph computes the same."""
 
 import ctypes
+import gc
 
 import pytest
 import torch
@@ -64,7 +65,9 @@ def test_a_capture_that_fails_leaves_the_stream_usable():
     stream = torch.cuda.Stream()
     x = torch.ones(4, device="cuda")
     with pytest.raises(ZeroDivisionError), capturing(stream):
+        assert not gc.isenabled(), "a collection could destroy what breaks the capture"
         1 / 0  # noqa: B018
+    assert gc.isenabled()
     with torch.cuda.stream(stream):
         y = x + 1
     torch.cuda.synchronize()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 from collections.abc import Iterator
 from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ def capturing(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cud
         pool: of memory, as :func:`torch.cuda.graph_pool_handle` gives it; None: the graph's own.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.stream(stream):
+    with _no_collection(), torch.cuda.stream(stream):
         # thread_local: NCCL's watchdog queries events in a thread of its own, which would end a global capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -45,6 +46,18 @@ def capturing(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cud
     if available(stream.device):
         replace_memsets(graph.raw_cuda_graph(), stream.device)
     graph.instantiate()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What a garbage collection destroys while a stream captures could break the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)

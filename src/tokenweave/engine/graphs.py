@@ -13,7 +13,6 @@ agree on which of them have a graph.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import logging
 from collections import OrderedDict
@@ -286,7 +285,6 @@ class StepGraphs:
 
     def _capture(self, step: _Step) -> None:
         workspace = self._workspace
-        gc.collect()  # what a collection destroys while a stream captures could break the capture
         torch.cuda.synchronize(workspace.device)
         free, reserved = torch.cuda.mem_get_info(workspace.device)[0], torch.cuda.memory_reserved(workspace.device)
         counted = workspace.collectives, workspace.bytes_sent

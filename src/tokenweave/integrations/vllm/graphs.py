@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -209,25 +208,13 @@ class Graphs:
 
     def _capture(self, found: _Graph) -> None:
         torch.cuda.synchronize(self._runtime.device)
-        with _no_collection(), capturing(self._stream, self._pool) as graph:
+        with capturing(self._stream, self._pool) as graph:
             self._walk(found)
         found.graph = graph
 
 
 def _key(capacity: int, room: int, plan: Plan) -> Key:
     return capacity, room, *plan.launch, plan.split
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """What a garbage collection destroys while a stream captures could break the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager
