@@ -1,8 +1,9 @@
 """All ranks' calls in one process on one GPU (tokenweave.bench.kernel.alone), against float64, in watched memory.
 
-    PYTHONPATH=src python3 tests/alone_cases.py [--plant memory|race] [--rank 0|1 --store FILE]
+    PYTHONPATH=src python3 tests/alone_cases.py [--part I/N] [--plant memory|race] [--rank 0|1 --store FILE]
 
-runs a small set of them, for compute-sanitizer (test_gpu_sanitizer.py); ``--plant`` makes a mistake in the kernels first.
+runs a small set of them, or of N equal parts of it part I, for compute-sanitizer (test_gpu_sanitizer.py); ``--plant`` makes a
+mistake in the kernels first.
 With ``--rank`` the process is one of two, each with a GPU, and runs those that need nothing of :mod:`alone`.
 """
 
@@ -250,6 +251,7 @@ def run_as_rank(rank: int, store: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--part", default="0/1")
     parser.add_argument("--plant", choices=tuple(PLANTS))
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
@@ -263,7 +265,8 @@ def main() -> None:
         what = Alone(Case(71, 4096), "twoshot_registers")
         alone.run([_call(what, make(what.case, 2, 1), workspace) for workspace in ranks.workspaces])
         return
-    for what in small():
+    part, parts = map(int, parsed.part.split("/"))
+    for what in small()[part::parts]:
         began = time.perf_counter()
         run(what, 1)
         print(f"{time.perf_counter() - began:5.2f} s  {what}", flush=True)

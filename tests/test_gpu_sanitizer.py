@@ -8,11 +8,13 @@ rank's memory the cases have gaps of their own. Two planted mistakes show that t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,21 +27,28 @@ pytestmark = [
     pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not on the PATH"),
 ]
 PLANTED = {"memcheck": "memory", "racecheck": "race"}  # what each tool has to find
+PARTS = {"memcheck": 2, "racecheck": 4}  # processes that share the cases
+KERNELS = ("twoshot", "oneshot", "add_rmsnorm")  # torch's own are not looked at, which takes most of the time
 
 
-def _start(*arguments: str, tool: str | None = None, count: int = 1) -> subprocess.Popen[str]:
+def _start(*arguments: str, tool: str | None = None, count: int = 1, log: Path | None = None) -> subprocess.Popen[str]:
+    """Its output, also that of a run that is killed later, goes to ``log`` if that is given."""
     command = [sys.executable, str(PROGRAM), *arguments]
     if tool is not None:
-        command = [TOOL, "--tool", tool, "--target-processes", "application-only", "--print-limit", "20", *command]
+        ours = [word for name in KERNELS for word in ("--kernel-name", f"kernel_substring={name}")]
+        options = ["--target-processes", "application-only", "--print-limit", "20"]
+        command = [TOOL, "--tool", tool, *options, *ours, *command]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     path = os.pathsep.join([str(PROGRAM.parents[1] / "src"), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
     environment = {
         **os.environ,
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(visible[:count]),
     }
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    out = subprocess.PIPE if log is None else log.open("w")
+    return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def _findings(output: str) -> int:
@@ -49,24 +58,30 @@ def _findings(output: str) -> int:
     return int(summary[1] or summary[2])
 
 
-def test_kernels_under_memcheck_and_racecheck():
+@pytest.mark.parametrize("tool", PLANTED)
+def test_kernels_under(tool, tmp_path):
     plain = _start()  # compiles all kernels, which the sanitized runs then find in the cache
     output, _ = plain.communicate(timeout=120)
     assert plain.returncode == 0, output[-5000:]
-    runs = {(tool, False): _start(tool=tool) for tool in PLANTED}
-    runs |= {(tool, True): _start("--plant", what, tool=tool) for tool, what in PLANTED.items()}
+    parts = [("--part", f"{part}/{PARTS[tool]}") for part in range(PARTS[tool])]
+    runs = {of: _start(*of, tool=tool, log=tmp_path / str(n)) for n, of in enumerate(parts)}
+    planted = _start("--plant", PLANTED[tool], tool=tool, log=tmp_path / "planted")
+    end = time.monotonic() + 240
     try:
-        outputs = {key: run.communicate(timeout=200)[0] for key, run in runs.items()}
+        for run in (*runs.values(), planted):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(max(0.0, end - time.monotonic()))
     finally:
-        for run in runs.values():
+        for run in (*runs.values(), planted):
             run.kill()
-    for (tool, planted), output in outputs.items():
-        print(f"{tool}, planted mistake: {planted}: {_findings(output)} findings")
-        if planted:
-            assert _findings(output) > 0, f"{tool} does not see a planted mistake:\n{output[-5000:]}"
-        else:
-            assert _findings(output) == 0, output[:10000]  # the first finding may cause all others
-            assert runs[tool, planted].returncode == 0, output[-5000:]
+    found = _findings((tmp_path / "planted").read_text())
+    assert found > 0, f"{tool} does not see a planted mistake:\n{(tmp_path / 'planted').read_text()[-5000:]}"
+    for n, (of, run) in enumerate(runs.items()):
+        output = (tmp_path / str(n)).read_text()
+        print(f"{tool} {of[1]}:", *re.findall(r"^.* s  Alone.*$", output, re.M), sep="\n  ")
+        assert _findings(output) == 0, output[:10000]  # the first finding may cause all others
+        assert run.returncode == 0, output[-5000:]
+    print(f"{tool}: nothing found; of a planted mistake, {found} findings")
 
 
 @pytest.mark.gpu(count=2)
