@@ -64,7 +64,7 @@ def test_memsets_between_kernels():
 def test_a_capture_that_fails_leaves_the_stream_usable():
     stream = torch.cuda.Stream()
     x = torch.ones(4, device="cuda")
-    with pytest.raises(ZeroDivisionError), capturing(stream):
+    with pytest.raises(ZeroDivisionError), capturing(stream):  # noqa: PT012
         assert not gc.isenabled(), "a collection could destroy what breaks the capture"
         1 / 0  # noqa: B018
     assert gc.isenabled()

@@ -1,8 +1,11 @@
-"""What the probes of the ring kernel share: other sources, one collective with few blocks as a graph, times in turns."""
+"""What the probes of the ring kernel share: the program around them, other sources, one collective with few blocks as a
+graph, times in turns."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import shutil
 import tempfile
@@ -13,12 +16,44 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from tokenweave.bench.environment import describe
+from tokenweave.bench.launch import joined
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm, kernels
 from tokenweave.cuda.launch import loaded
 
 HIDDEN = 4096
+MOST = 16384  # rows
 
 _kept: list[torch.Tensor] = []
+
+
+def main(doc: str, measure: Callable[[Workspace], list[dict]]) -> None:
+    """A probe on two ranks: prints its rows, and writes them to the file that the command line names.
+
+    Args:
+        doc: what the program is. measure: on every rank, in a workspace of two regions; rank 0's rows count.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=Path, help="JSON to write")
+    parsed = parser.parse_args()
+    with joined() as me:
+        assert me.ranks == 2, "what is measured stores to one peer"
+        with Workspace(
+            me.group,
+            max_tokens=MOST,
+            hidden=HIDDEN,
+            dtype=torch.bfloat16,
+            device=me.device,
+            channels=1,
+            regions=2,
+            transport="p2p",
+        ) as workspace:
+            rows = measure(workspace)
+        if me.rank == 0:
+            for row in rows:
+                print(row, flush=True)
+            if parsed.out:
+                parsed.out.write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
 
 
 @contextlib.contextmanager
@@ -55,7 +90,7 @@ def inputs(workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
     """(residual, weight): the same each time, so that graphs hold the same memory."""
     if not _kept:
         generator = torch.Generator(workspace.device).manual_seed(1)
-        residual = torch.randn(16384, HIDDEN, device=workspace.device, generator=generator).bfloat16()
+        residual = torch.randn(MOST, HIDDEN, device=workspace.device, generator=generator).bfloat16()
         _kept.extend((residual, torch.ones(HIDDEN, device=workspace.device).bfloat16()))
     return _kept[0], _kept[1]
 
@@ -63,7 +98,7 @@ def inputs(workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
 def result_of(workspace: Workspace, graph: torch.cuda.CUDAGraph, tokens: int) -> torch.Tensor:
     """The rows of one replay from fixed inputs."""
     generator = torch.Generator(workspace.device).manual_seed(2 + workspace.rank)
-    workspace.buffer(16384).normal_(generator=generator)
+    workspace.buffer(MOST).normal_(generator=generator)
     residual, _ = inputs(workspace)
     residual.normal_(generator=torch.Generator(workspace.device).manual_seed(3))
     dist.barrier(workspace.group)

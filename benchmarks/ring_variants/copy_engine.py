@@ -11,15 +11,9 @@ compared. Two ranks, bf16; CUDA graphs, median of replays in turns, the slower r
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-
 import torch
-from common import HIDDEN, captured, changed_sources, collective, inputs, result_of, timed
+from common import HIDDEN, MOST, captured, changed_sources, collective, inputs, main, result_of, timed
 
-from tokenweave.bench.environment import describe
-from tokenweave.bench.launch import joined
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
 
@@ -28,26 +22,10 @@ TO_PEER = "for (int k = 1; k <= N; ++k) st_global(table[(RANK + k) % N] + at, wo
 TO_RESIDUAL = "if (math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, help="JSON to write")
-    parsed = parser.parse_args()
-    with joined() as me:
-        assert me.ranks == 2, "the results go to one peer"
-        options = {"max_tokens": 16384, "hidden": HIDDEN, "dtype": torch.bfloat16, "device": me.device, "channels": 1}
-        with Workspace(me.group, regions=2, transport="p2p", **options) as workspace:
-            rows = copies(workspace) + collectives(workspace)
-        if me.rank == 0:
-            for row in rows:
-                print(row, flush=True)
-            if parsed.out:
-                parsed.out.write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
-
-
 def copies(workspace: Workspace) -> list[dict]:
     """Eight copies after each other in a graph, by size."""
     rows = []
-    source = workspace.buffer(16384, region=1).view(-1)
+    source = workspace.buffer(MOST, region=1).view(-1)
     for size in COPIES:
         n = size // 2
 
@@ -114,4 +92,4 @@ def _at_peer(workspace: Workspace, mine: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, lambda workspace: copies(workspace) + collectives(workspace))

@@ -7,43 +7,16 @@ Two ranks, bf16, CUDA graphs; the slower rank counts. Results are compared bit b
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
 import torch
-from common import HIDDEN, captured, changed_sources, collective, result_of, timed
+from common import HIDDEN, captured, changed_sources, collective, main, result_of, timed
 
-from tokenweave.bench.environment import describe
-from tokenweave.bench.launch import joined
 from tokenweave.collective import Workspace
 from tokenweave.collective.kernels import SOURCES
 
 SHAPES = [(1024, 4), (1024, 8), *((tokens, ctas) for tokens in (4096, 16384) for ctas in (4, 8, 12))]
 VARIANT = Path(__file__).parent / "lane_copies.cu"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, help="JSON to write")
-    parsed = parser.parse_args()
-    with joined() as me:
-        assert me.ranks == 2, "variants store to one peer"
-        with Workspace(
-            me.group,
-            max_tokens=16384,
-            hidden=HIDDEN,
-            dtype=torch.bfloat16,
-            device=me.device,
-            regions=2,
-            transport="p2p",
-        ) as workspace:
-            rows = measure(workspace)
-        if me.rank == 0:
-            for row in rows:
-                print(row, flush=True)
-            if parsed.out:
-                parsed.out.write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
 
 
 def measure(workspace: Workspace) -> list[dict]:
@@ -66,4 +39,4 @@ def measure(workspace: Workspace) -> list[dict]:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure)
