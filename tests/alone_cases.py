@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import fp8_cases
-from collective_cases import EPS, POISON, Case, Data, bits, call, check, make, on, open_workspace
+from collective_cases import EPS, POISON, Case, Data, bits, call, changed_sources, check, make, on, open_workspace
 from tokenweave.bench.kernel import alone
 from tokenweave.collective import Workspace, cuda_backend, kernels, selftest
 from tokenweave.collective.call import Call, Launch
@@ -219,12 +218,7 @@ def _expect_untouched(memory: torch.Tensor) -> None:
 def plant(what: str) -> None:
     """From now on, kernels of this process are compiled from sources with a mistake."""
     folder = Path(tempfile.mkdtemp())
-    sources = folder / "csrc"
-    shutil.copytree(kernels.SOURCES, sources)
-    text = (sources / "row.cuh").read_text()
-    assert text.count(PLANTS[what][0]) == 1, "the source has changed: update PLANTS"
-    (sources / "row.cuh").write_text(text.replace(*PLANTS[what]))
-    kernels.SOURCES = sources
+    kernels.SOURCES = changed_sources(folder, *PLANTS[what])
     os.environ["TOKENWEAVE_CACHE"] = str(folder)
 
 

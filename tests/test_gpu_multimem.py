@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import gpu_cases
-from collective_cases import EPS, fresh_seed
+from collective_cases import EPS, changed_sources, fresh_seed
 from gpu_cases import RANKS, check_options, check_row_count, check_sizes, checked_call, fresh, on_ranks, opened
 from tokenweave.collective import fused_allreduce_rmsnorm, kernels, selftest
 from tokenweave.cuda import launch
@@ -81,12 +81,7 @@ def _broken(change: tuple[str, str]) -> tuple[str, list[str]]:
     folder = Path(tempfile.mkdtemp())
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            sources = folder / "csrc"
-            shutil.copytree(kernels.SOURCES, sources)
-            text = (sources / "row.cuh").read_text()
-            assert text.count(change[0]) == 1, "the source has changed: update this test"
-            (sources / "row.cuh").write_text(text.replace(*change))
-            monkeypatch.setattr(kernels, "SOURCES", sources)
+            monkeypatch.setattr(kernels, "SOURCES", changed_sources(folder, *change))
             monkeypatch.setenv("TOKENWEAVE_CACHE", str(folder))
             monkeypatch.setattr(selftest, "_passed", type(selftest._passed)())
             launch.loaded.cache_clear()
