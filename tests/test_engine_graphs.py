@@ -99,7 +99,7 @@ def test_a_step_that_is_too_large_has_no_bucket():
 # ---- whole steps
 
 
-def attend_like_flash(queries, keys, values, packed):
+def attend_like_flash(queries, keys, values, packed, held=0):
     """What FlashAttention makes of the packed sequences; rows of no sequence are NaN."""
     starts, lengths = packed.query_starts.tolist(), packed.lengths.tolist()
     assert len(starts) == len(packed.cache_starts) == len(lengths) + 1

@@ -106,7 +106,7 @@ class Batch:
         return int(self.packed.query_starts[-1])
 
     def run(self, kernel: Kernel) -> torch.Tensor:
-        return kernel(self.queries, self.keys, self.values, self.packed)
+        return kernel(self.queries, self.keys, self.values, self.packed, 0)
 
     def error(self, got: torch.Tensor) -> float:
         """The largest of all sequences, as a share of what is allowed."""
@@ -225,7 +225,7 @@ def equal_bits(kernel: Kernel, pick: random.Random, device: str = DEVICE) -> Non
             numbers = ([0, sequence.tokens], [sequence.cache_start, 0], [sequence.length])
             tensors = (torch.tensor(n, dtype=torch.int32, device=device) for n in numbers)
             alone = PackedSequences(*tensors, max(2, sequence.tokens), sequence.length)
-            got = kernel(batch.queries[rows], batch.keys, batch.values, alone)
+            got = kernel(batch.queries[rows], batch.keys, batch.values, alone, 0)
             assert torch.equal(got, first[rows]), f"{sequence} has other bits alone"
 
 

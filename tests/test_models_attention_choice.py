@@ -58,7 +58,7 @@ class Operator:
             raise RuntimeError(self.error)
         neutral = {"window_size_left": -1, "window_size_right": -1, "cp_world_size": 1, "is_rotary_interleaved": False}
         used = {"q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
-        for name in given.keys() - used - {"softmax_scale", "is_causal", "num_splits"}:
+        for name in given.keys() - used - {"softmax_scale", "is_causal", "num_splits", "sm_margin"}:
             value = given[name]
             assert value is None or value == neutral.get(name, 0), f"{name}={value}"
         q, k, v = given["q"], given["k"], given["v"]
@@ -150,9 +150,20 @@ def test_how_many_blocks_may_share_a_row(install, decodes, splits):
     starts = torch.arange(decodes + 1, dtype=torch.int32)
     ones = torch.ones(decodes, dtype=torch.int32)
     for most, expected_splits in ((1, splits), (2, 1)):
-        got = kernel(queries, keys, keys, PackedSequences(starts, starts, ones, most, 1))
+        got = kernel(queries, keys, keys, PackedSequences(starts, starts, ones, most, 1), 0)
         assert operator.calls[-1]["num_splits"] == expected_splits
         assert torch.equal(got, keys.expand(-1, 2, -1)), "each row sees its own key alone"
+
+
+@pytest.mark.parametrize("name", [build.name for build in FLASH3_BUILDS])
+def test_prompts_leave_a_collective_its_sms_and_decodes_do_not_change(install, name):
+    operator = install(name)
+    kernel = load_flash3(attention_choice.FLASH3_BUILDS[0])
+    queries, keys = torch.randn(4, 2, 8).bfloat16(), torch.randn(4, 1, 8).bfloat16()
+    starts, ones = torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.int32)
+    for most, held, margin in ((2, 0, 0), (2, 8, 8), (1, 8, 0), (2, 0, 0)):  # the bits of decodes depend on the SMs
+        kernel(queries, keys, keys, PackedSequences(starts, starts, ones, most, 1), held)
+        assert operator.calls[-1].get("sm_margin", 0) == margin
 
 
 def test_graphs_and_eager_steps_split_alike():
@@ -190,8 +201,8 @@ def test_a_kernel_that_is_right_for_prompts_alone_is_refused(install):
     operator = install("flash-attn-3")
     kernel = load_flash3(attention_choice.FLASH3_BUILDS[0])
 
-    def no_decodes(queries, keys, values, packed):
-        out = kernel(queries, keys, values, packed)
+    def no_decodes(queries, keys, values, packed, held):
+        out = kernel(queries, keys, values, packed, held)
         return out * float("nan") if packed.max_queries == 1 else out
 
     assert differs(kernel, CPU, torch.bfloat16, 64) is None

@@ -92,7 +92,7 @@ class _Properties:
 ASKED = []
 
 
-def _attend(queries, keys, values, packed):
+def _attend(queries, keys, values, packed, held=0):
     """Checks what FlashAttention would be told; the result's shape is all that matters here."""
     starts, caches, lengths = packed.query_starts.tolist(), packed.cache_starts.tolist(), packed.lengths.tolist()
     assert starts[0] == 0

@@ -122,7 +122,7 @@ def splits_of(
     for (start, stop), name in zip(itertools.pairwise(edges), ("prefix", "suffix"), strict=False):
         inputs, sampled = row_range(chunks, start, stop, residual.device, packed)
         if residual.is_cuda:
-            inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name))
+            inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name), held=held_sms(plan))
         if reached is not None:
             inputs = dataclasses.replace(inputs, reached=reached)
         splits.append(Split(start, stop - start, inputs, residual[start:stop], sampled))
@@ -132,3 +132,8 @@ def splits_of(
 def gemm_sms(plan: Plan, split: str) -> dict[str, int]:
     """GEMM name -> SMs, of one split of a plan."""
     return {gemm: sms for (gemm, of), sms in plan.gemm_sms.items() if of == split}
+
+
+def held_sms(plan: Plan) -> int:
+    """SMs that a split's compute loses while the other's collective runs: one for each of its blocks."""
+    return plan.ctas or 0 if plan.split is not None else 0

@@ -174,7 +174,7 @@ def differs(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: 
     ):
         queries, keys, values, packed, sequences = _batch(runs, most, device, dtype, head_dim)
         try:
-            got = kernel(queries, keys, values, packed)[: sum(tokens for _, tokens in runs)].float()
+            got = kernel(queries, keys, values, packed, 0)[: sum(tokens for _, tokens in runs)].float()
         except Exception as error:  # builds leave out dtypes, head sizes and more, each in its own words
             return f"fails on {what}: {' '.join(str(error).split())[:200]}"
         want = attend(queries[: len(got)].float(), keys.float(), values.float(), sequences)

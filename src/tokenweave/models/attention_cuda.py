@@ -19,7 +19,7 @@ def available(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def attend_packed(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PackedSequences
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PackedSequences, held: int = 0
 ) -> torch.Tensor:
     """As :func:`tokenweave.models.attention.attend`, with no word from the host about lengths.
 
@@ -29,6 +29,8 @@ def attend_packed(
         queries: [tokens, heads, head_dim], each row's elements contiguous.
         keys, values: one layer's cache, [rows, kv_heads, head_dim]; values finite in every row, as
             :func:`tokenweave.models.kernels.rope_cache` leaves them.
+        held: SMs that another kernel holds meanwhile. FlashAttention-3 gives each of its blocks a first tile before they
+            start, the longest tiles first: one that waits for such an SM would end last.
 
     Returns:
         [tokens, heads, head_dim]; rows that belong to no sequence hold anything.
@@ -42,4 +44,4 @@ def attend_packed(
             f"attend_packed: no kernel takes {queries.dtype} heads of {queries.shape[-1]} on {queries.device}; "
             "ask available() first, and use attend() where it says no"
         )
-    return choice.kernel(queries, keys, values, sequences)
+    return choice.kernel(queries, keys, values, sequences, held)

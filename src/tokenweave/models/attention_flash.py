@@ -20,7 +20,7 @@ import torch
 
 from tokenweave.models.inputs import PackedSequences
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences], torch.Tensor]
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSequences, int], torch.Tensor]
 
 # Blocks that may share a decoded row's keys, and rows of partial results that they may write per head (4 bytes an element).
 _MOST_SPLITS, _MOST_PARTIAL_ROWS = 32, 2048
@@ -38,7 +38,9 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
-def flash2(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
+def flash2(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PackedSequences, held: int
+) -> torch.Tensor:
     """torch's FlashAttention-2, as :func:`tokenweave.models.attention_cuda.attend_packed`."""
     return torch.ops.aten._flash_attention_forward(
         queries,
@@ -121,9 +123,13 @@ def load_flash3(build: Flash3Build) -> Kernel:
                 raise ImportError(f"{build.name} wants {argument.name}, which is not known here")
             rest[argument.name] = None
 
+    margin = "sm_margin" in rest
+
     def flash3(
-        queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PackedSequences
+        queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sequences: PackedSequences, held: int
     ) -> torch.Tensor:
+        # Of decodes the number of SMs decides in how many parts sums are made: always all of them.
+        fewer = {"sm_margin": held} if margin and sequences.max_queries > 1 else {}
         return forward(
             q=queries,
             k=keys,
@@ -136,7 +142,7 @@ def load_flash3(build: Flash3Build) -> Kernel:
             softmax_scale=queries.shape[-1] ** -0.5,
             is_causal=True,
             num_splits=_splits(sequences),
-            **rest,
+            **{**rest, **fewer},
         )[0]
 
     return flash3

@@ -21,10 +21,12 @@ class Launches:
 
     Attributes:
         gemm_sms: GEMM name -> SMs that it should plan for, because a collective holds the others; all of them if absent.
+        held: SMs that the collective holds, for attention kernels that place their blocks themselves; 0 if there is none.
         reached: told of each of :data:`tokenweave.planning.plan.POINTS` when the compute comes to it.
     """
 
     gemm_sms: Mapping[str, int] = field(default_factory=dict)
+    held: int = 0
     reached: Callable[[str], None] = _nobody_asks
 
     @contextmanager

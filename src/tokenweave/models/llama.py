@@ -62,7 +62,7 @@ class Attention:
             queries = self._rope_cache(qkv, keys, values, rotary, inputs)
         inputs.reached("attention")
         if inputs.packed is not None:
-            heads = attend_packed(queries, keys, values, inputs.packed)
+            heads = attend_packed(queries, keys, values, inputs.packed, inputs.held)
         else:
             heads = attend(queries, keys, values, inputs.sequences)
         with inputs.gemm("o"):
