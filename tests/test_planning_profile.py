@@ -221,3 +221,22 @@ def test_predictions_are_put_right_by_whole_steps():
     assert four.unsplit_us(batch, "fused") - four.head_us(1) == pytest.approx(measured), (
         "what was measured is predicted"
     )
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        StepPoint("faster", 256, 4),
+        StepPoint("woven", 256, 4),
+        StepPoint("fused", 256, 4, 128, 8),
+        StepPoint("woven", 256, 4, 256, 8),
+        StepPoint("woven", 256, 4, 128, 7),
+        StepPoint("woven", 256, 4, 128),
+        StepPoint("fused", 2**40, 4),
+    ],
+    ids=str,
+)
+def test_a_step_that_no_plan_makes_is_refused(step):
+    times = {**EXACT.table.times, step: 900.0}
+    with pytest.raises(ProfileError, match=r"the table has a step that no plan makes: StepPoint\(.*`tokenweave tune`"):
+        Profile(Table(identity_of(), times), LLAMA, MACHINE)

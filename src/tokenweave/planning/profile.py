@@ -18,6 +18,7 @@ import numpy as np
 from tokenweave.errors import ProfileError
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.sharding import shard_of
+from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.machine import Machine
 from tokenweave.planning.profile_curves import Curve, Surface
 from tokenweave.planning.profile_table import (
@@ -52,7 +53,7 @@ class Profile:
         table, base: as given.
 
     Raises:
-        ProfileError: the table lacks what a plan needs.
+        ProfileError: the table lacks what a plan needs, or has a step that no plan makes.
     """
 
     def __init__(self, table: Table, config: ModelConfig, base: Machine) -> None:
@@ -75,6 +76,9 @@ class Profile:
             raise ProfileError(
                 f"the table lacks points that a plan needs: {error}; run `tokenweave tune` again"
             ) from None
+        self._steps = table.of(StepPoint)
+        if strange := [step for step in self._steps if not _possible(step, self.ctas)]:
+            raise ProfileError(f"the table has a step that no plan makes: {strange[0]}; run `tokenweave tune` again")
 
     @property
     def signature(self) -> str:
@@ -89,7 +93,7 @@ class Profile:
     @property
     def steps(self) -> Mapping[StepPoint, float]:
         """As :attr:`Costs.steps`."""
-        return self.table.of(StepPoint)
+        return self._steps
 
     @property
     def ctas(self) -> tuple[int | None, ...]:
@@ -303,6 +307,15 @@ def _scaled(curve: Callable[[Any], Any], factor: float) -> Callable[[Any], Any]:
 
 def _key(gemm: Gemm) -> _Key:
     return gemm.n, gemm.k, gemm.experts
+
+
+def _possible(step: StepPoint, ctas: tuple[int | None, ...]) -> bool:
+    """Whether a plan can be for such a step; ``ctas`` of its collective were measured."""
+    if step.tokens > MOST_TOKENS:
+        return False
+    if step.split is None:
+        return step.kind in ("sequential", "fused", "no_comm")
+    return step.kind in ("woven", "woven late") and step.split < step.tokens and (step.ctas or None) in ctas
 
 
 def _collectives(table: Table) -> tuple[dict[tuple[str, int], Curve], dict[int, int]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -23,6 +22,8 @@ from tokenweave.models.config import ModelConfig
 
 VERSION = 2
 _HEADER = "tokenweave profile"
+_MOST_US = 1e9  # of a time that was measured: nothing takes a quarter of an hour
+_MAY_BE_ZERO = ("context", "ctas")  # of a point's numbers
 
 
 @dataclass(frozen=True)
@@ -338,9 +339,13 @@ def _decoded(content: dict[str, Any]) -> Table:
     for name, kind in KINDS.items():
         fields = [f.name for f in dataclasses.fields(kind)]
         for *values, us in content["times"][name]:
-            if not isinstance(us, int | float) or isinstance(us, bool) or not 0 <= us < math.inf:
+            if not isinstance(us, int | float) or isinstance(us, bool) or not 0 < us < _MOST_US:
                 raise ValueError(f"a time of {us!r} us in {name}")
-            times[_checked(kind, dict(zip(fields, values, strict=True)))] = float(us)
+            point = _checked(kind, dict(zip(fields, values, strict=True)))
+            for field_name, value in zip(fields, values, strict=True):
+                if isinstance(value, int) and value < (field_name not in _MAY_BE_ZERO):
+                    raise ValueError(f"{kind.__name__}.{field_name} is {value}")
+            times[point] = float(us)
     return Table(_checked(Identity, identity), times, content["info"], content["complete"] is True)
 
 
