@@ -9,8 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenweave.engine.kv_cache import KVCache
 from tokenweave.models.attention import attend
-from tokenweave.models.inputs import SequenceRows
+from tokenweave.models.config import ModelConfig
+from tokenweave.models.inputs import Inputs, SequenceRows
+from tokenweave.models.llama import Attention
+from tokenweave.models.rotary import Rotary
 
 
 def reference(
@@ -73,3 +77,32 @@ def test_long_chunks(context: int, tokens: int) -> None:
 def test_rows_that_a_split_of_none_has() -> None:
     queries, keys, values, _ = make([(0, 1)], 2, 2, 8, 0)
     assert attend(queries[:0], keys, values, []).shape == (0, 4, 8)
+
+
+def test_a_value_that_is_not_finite_stays_in_its_own_sequence():
+    """Some kernels of attention multiply rows past a sequence's end by zero: all cached values are finite, the key is not."""
+    config = ModelConfig(
+        family="llama", hidden=32, intermediate=8, layers=1, heads=4, kv_heads=2, head_dim=8, vocab=8, context=16
+    )
+    generator = torch.Generator().manual_seed(0)
+    qkv, output = (torch.randn(*shape, generator=generator) for shape in ((64, 32), (32, 32)))
+    attention = Attention(qkv, None, None, 1e-5, output, None, query_slots=4, kv_slots=2, head_dim=8)
+    x = torch.randn(6, 32, generator=generator)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    runs = (SequenceRows(0, 3, 8, 0), SequenceRows(3, 3, 2, 0))  # the second lies right before the first
+    inputs = Inputs(
+        token_ids=torch.zeros(6, dtype=torch.int64),
+        positions=torch.tensor([0, 1, 2, 0, 1, 2]),
+        cache_rows=torch.tensor([8, 9, 10, 2, 3, 4]),
+        sequences=runs,
+    )
+    cache, out = KVCache(1, 12, 2, 8, torch.float32, torch.device("cpu")), torch.empty(6, 32)
+    attention.compute(0, cache, Rotary(config, 16, torch.device("cpu")), x, inputs, out)
+    keys, values = cache.keys[0], cache.values[0]
+    assert values.isfinite().all()
+    assert values[[9, 10]].count_nonzero() == 0
+    lost = keys.isnan().flatten(1)
+    assert lost[[9, 10]].all()
+    assert not lost[[*range(9), 11]].any()
+    assert out[1:3].isnan().all()
+    assert out[3:].isfinite().all()

@@ -78,8 +78,10 @@ class Attention:
             queries_keys = queries_keys * scale * self.qk_norm
         queries_keys = rotary.rotate(queries_keys, inputs.positions).to(qkv.dtype)
         queries, new_keys = queries_keys.split([self.query_slots, self.kv_slots], dim=1)
-        keys.index_copy_(0, inputs.cache_rows, new_keys)
-        values.index_copy_(0, inputs.cache_rows, qkv[:, self.query_slots + self.kv_slots :])
+        new_values = qkv[:, self.query_slots + self.kv_slots :]
+        lost = ~new_values.isfinite().all(-1, keepdim=True)  # the key says so: cached values are finite
+        keys.index_copy_(0, inputs.cache_rows, new_keys.masked_fill(lost, torch.nan))
+        values.index_copy_(0, inputs.cache_rows, new_values.nan_to_num(0.0, 0.0, 0.0))
         return queries
 
 
