@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +15,19 @@ def test_cache_has_one_key_and_one_value_tensor_per_layer():
     assert [tuple(t.shape) for t in cache.keys + cache.values] == [(10, 2, 8)] * 6
     assert {t.dtype for t in cache.keys + cache.values} == {torch.bfloat16}
     assert len({t.data_ptr() for t in cache.keys + cache.values}) == 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says there how much memory a process has")
+def test_rows_on_a_cpu_take_no_memory_until_they_are_written():
+    """A cache is made of a quarter of the machine's free memory, whatever is needed of it."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    cache = KVCache(layers=1, rows=1 << 20, kv_heads=1, head_dim=128, dtype=torch.bfloat16)
+    assert cache.keys[0].nbytes + cache.values[0].nbytes == 512 << 20
+    assert resident() - before < 64 << 20
 
 
 @given(

@@ -25,8 +25,8 @@ class KVCache:
 
     Attributes:
         keys, values: per layer, [rows, kv_heads, head_dim]. A row is written before it counts, but attention kernels load
-            rows past a sequence's end and give them a weight of zero: so all are zero at first, and the kernel that writes
-            values writes finite ones (``models/csrc/rope_cache.cu``).
+            rows past a sequence's end and give them a weight of zero: so on GPUs all are zero at first, and what writes
+            values writes finite ones (``models/csrc/rope_cache.cu``). On CPUs rows take no memory until they are written.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class KVCache:
     ) -> None:
         self.rows = rows
         shape = (rows, kv_heads, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        new = torch.empty if torch.device(device).type == "cpu" else torch.zeros
+        self.keys = [new(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [new(shape, dtype=dtype, device=device) for _ in range(layers)]
 
 
 class RowAllocator:
