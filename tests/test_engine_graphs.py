@@ -7,17 +7,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranks import run_ranks
 from tiny_llama import VOCAB, make_engine, save_tiny_llama
 from tokenweave.collective import fused_allreduce_rmsnorm
-from tokenweave.engine import collectives, graphs
+from tokenweave.engine import build, collectives, graphs
+from tokenweave.engine import engine as engine_module
 from tokenweave.engine.batch import Chunk, row_range_of, rows_of
+from tokenweave.engine.build import EngineArgs
 from tokenweave.engine.graphs import MAX_ROWS, TILE, StepGraphs, bucket_of, bucket_rows, fill_bucket
 from tokenweave.engine.split_buffer import PADDING, SplitShape, packed_inputs
-from tokenweave.models import llama
+from tokenweave.models import llama, load_model
 from tokenweave.models.attention import attend
 from tokenweave.models.inputs import SequenceRows
 from tokenweave.planning.plan import Mode, Plan
@@ -327,3 +330,28 @@ def test_collectives_of_replayed_steps_get_the_real_rows(model):
     for worst, replays in run_ranks(2, _replays_on_rank, model, 3):
         assert worst < 1e-4
         assert replays > 10
+
+
+def _graphs_of(path, capturable):
+    """On each rank: whether its engine makes graphs, of ranks that can or cannot; and what its log says."""
+    rank, group, said = dist.get_rank(), dist.group.WORLD, []
+    model = load_model(path, rank=rank, world_size=dist.get_world_size(), group=group)
+    args = EngineArgs(path, dist.get_world_size(), device="cpu", cache_tokens=64)
+    with (
+        mock.patch.object(type(model), "capturable", property(lambda self: capturable[rank])),
+        mock.patch.object(engine_module, "StepGraphs"),
+        mock.patch.object(build.log, "warning", said.append),
+    ):
+        engine = build.engine_around(model, args, group, torch.device("cpu"), lambda: None)
+        made = engine.graphs is not None
+        engine.graphs = None
+        engine.close()
+    return made, said
+
+
+def test_no_rank_has_graphs_where_one_cannot_have_them(model):
+    assert run_ranks(2, _graphs_of, model, (True, True)) == [(True, [])] * 2
+    (one, said), other = run_ranks(2, _graphs_of, model, (True, False))
+    assert not one
+    assert said == ["steps run without CUDA graphs: another rank's cannot be captured, and its log says why"]
+    assert other == (False, [])

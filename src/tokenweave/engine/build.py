@@ -178,7 +178,11 @@ def engine_around(
     cache = KVCache(config.layers, cache_rows, model.kv_heads_local, config.head_dim, dtype, device)
     plan = plan_function(args, config, workspace.transport, group)
     overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
-    return Engine(model, cache, workspace, scheduler, plan, overlap, tokenizer, args.graphs)
+    here = args.graphs and model.capturable
+    everywhere = bool(_agreed(int(here), group, device))  # a graph's steps are padded, so that they send more rows
+    if here and not everywhere:
+        log.warning("steps run without CUDA graphs: another rank's cannot be captured, and its log says why")
+    return Engine(model, cache, workspace, scheduler, plan, overlap, tokenizer, everywhere)
 
 
 def plan_function(
@@ -246,10 +250,10 @@ def _available_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _agreed(rows: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
-    """The fewest rows that any rank has memory for: schedules must be the same."""
+def _agreed(number: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The least of all ranks' numbers, such as the rows that each has memory for: their steps must be the same."""
     if group is not None and dist.get_world_size(group) > 1:
-        fewest = torch.tensor([rows], device=device)
-        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=group)
-        rows = int(fewest.item())
-    return rows
+        least = torch.tensor([number], device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        number = int(least.item())
+    return number
