@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,13 +126,7 @@ class Server:
 
     def shared_memory(self) -> set[Path]:
         """Files in /dev/shm that its processes have mapped or open, and that others could find there."""
-        found = set()
-        for pid in self.processes():
-            with contextlib.suppress(OSError):
-                maps = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-                files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
-                found |= {Path(name) for name in (*maps, *files) if name.startswith("/dev/shm/")}
-        return {file for file in found if file.exists()}  # "... (deleted)" has no name any more
+        return shared_memory(self.processes())
 
     def send(self, number: signal.Signals) -> None:
         """To the process that the user started."""
@@ -148,11 +142,14 @@ class Server:
         return self._process.wait()
 
     def _kill(self) -> None:
+        patience = time.monotonic() + 5  # with Python's cleaner, which ends when the others have
         while left := self.processes():
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for pid, title in left.items():
+                if "resource_tracker" not in title or time.monotonic() > patience:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             self._process.poll()
+            time.sleep(0.05)
         self._process.wait()
 
 
@@ -193,6 +190,17 @@ def serving(setting: Setting, log: Path, *more: str) -> Iterator[Server]:
         server._kill()
         for file in mapped:
             file.unlink(missing_ok=True)
+
+
+def shared_memory(processes: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped or open, and that others could find there."""
+    found = set()
+    for pid in processes:
+        with contextlib.suppress(OSError):  # it has just ended
+            maps = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+            found |= {Path(name) for name in (*maps, *files) if name.startswith("/dev/shm/")}
+    return {file for file in found if file.exists()}  # "... (deleted)" has no name any more
 
 
 def _answers(url: str) -> bool:

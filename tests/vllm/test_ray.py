@@ -17,6 +17,7 @@ from typing import Any
 
 import harness
 import pytest
+from server import shared_memory
 
 PROMPTS = [list(range(3, 60)), [5, 6, 7]]
 TOKENS = 8
@@ -52,13 +53,20 @@ def main(model: str, answer: Path, temporary: str) -> None:
     )
     tokens = harness.generate(llm, PROMPTS, TOKENS)
     counters = prometheus_client.generate_latest().decode()
-    answer.write_text(json.dumps({"tokens": tokens, "counters": counters}))
+    left = [str(file) for file in shared_memory(_workers())]  # Ray ends its actors without a word
+    answer.write_text(json.dumps({"tokens": tokens, "counters": counters, "left": left}))
     llm.llm_engine.engine_core.shutdown()
     ray.shutdown()
 
 
+def _workers() -> list[int]:
+    titles = {int(file.parent.name): file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")}
+    return [pid for pid, title in titles.items() if title.startswith(b"ray::RayWorker")]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray")
-def test_under_vllms_ray_executor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("newer", ["1", "0"])
+def test_under_vllms_ray_executor(tmp_path: Path, newer: str) -> None:
     model = harness.tiny_model(tmp_path / "model")
     info = tmp_path / "plugin" / "ray_on_cpu-1.dist-info"
     info.mkdir(parents=True)
@@ -67,7 +75,7 @@ def test_under_vllms_ray_executor(tmp_path: Path) -> None:
     here = Path(__file__).parent
     paths = [str(info.parent), str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **harness.ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
-    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": newer}
     del environment["TOKENWEAVE"]
     with tempfile.TemporaryDirectory(prefix="tw", dir="/tmp") as temporary:  # a short path: there are sockets in it
         command = [sys.executable, __file__, str(model), str(tmp_path / "answer.json"), temporary]
@@ -75,8 +83,10 @@ def test_under_vllms_ray_executor(tmp_path: Path) -> None:
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-6000:]
     answer = json.loads((tmp_path / "answer.json").read_text())
+    for file in answer["left"]:
+        Path(file).unlink(missing_ok=True)
     assert answer["tokens"] == harness.transformers_tokens(model, PROMPTS, TOKENS)
-    assert "TokenWeave: mode woven" in output
+    assert ("RayWorkerProc" if newer == "1" else "RayWorkerWrapper") in output
     (steps,) = [
         line
         for line in answer["counters"].splitlines()
