@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -47,8 +48,27 @@ def _start(*arguments: str, tool: str | None = None, count: int = 1, log: Path |
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(visible[:count]),
     }
-    out = subprocess.PIPE if log is None else log.open("w")
-    return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment)
+    with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("w") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
+
+
+def _end(run: subprocess.Popen[str]) -> None:
+    """The tool and the program that it runs, which would go on by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+
+
+def _compile_all() -> None:
+    """A plain run of all cases compiles the kernels, which the sanitized runs then find in the cache."""
+    plain = _start()
+    try:
+        output, _ = plain.communicate(timeout=120)
+    finally:
+        _end(plain)
+    assert plain.returncode == 0, output[-5000:]
 
 
 def _findings(output: str) -> int:
@@ -60,9 +80,7 @@ def _findings(output: str) -> int:
 
 @pytest.mark.parametrize("tool", PLANTED)
 def test_kernels_under(tool, tmp_path):
-    plain = _start()  # compiles all kernels, which the sanitized runs then find in the cache
-    output, _ = plain.communicate(timeout=120)
-    assert plain.returncode == 0, output[-5000:]
+    _compile_all()
     parts = [("--part", f"{part}/{PARTS[tool]}") for part in range(PARTS[tool])]
     runs = {of: _start(*of, tool=tool, log=tmp_path / str(n)) for n, of in enumerate(parts)}
     planted = _start("--plant", PLANTED[tool], tool=tool, log=tmp_path / "planted")
@@ -73,7 +91,7 @@ def test_kernels_under(tool, tmp_path):
                 run.wait(max(0.0, end - time.monotonic()))
     finally:
         for run in (*runs.values(), planted):
-            run.kill()
+            _end(run)
     found = _findings((tmp_path / "planted").read_text())
     assert found > 0, f"{tool} does not see a planted mistake:\n{(tmp_path / 'planted').read_text()[-5000:]}"
     for n, (of, run) in enumerate(runs.items()):
@@ -87,16 +105,14 @@ def test_kernels_under(tool, tmp_path):
 @pytest.mark.gpu(count=2)
 def test_two_ranks_under_memcheck(tmp_path):
     """Two processes as always, each under the tool: memory of the peer that is mapped, kernels that do wait."""
-    plain = _start()
-    output, _ = plain.communicate(timeout=120)
-    assert plain.returncode == 0, output[-5000:]
+    _compile_all()
     arguments = [("--rank", str(rank), "--store", str(tmp_path / "store")) for rank in range(2)]
     runs = [_start(*of, tool="memcheck", count=2) for of in arguments]
     try:
         outputs = [run.communicate(timeout=150)[0] for run in runs]
     finally:
         for run in runs:
-            run.kill()
+            _end(run)
     for run, output in zip(runs, outputs, strict=True):
         assert _findings(output) == 0, output[-10000:]
         assert run.returncode == 0, output[-5000:]
