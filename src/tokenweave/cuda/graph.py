@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import threading
 from collections.abc import Iterator
 from ctypes import Structure, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -24,6 +25,30 @@ _MOST_BYTES = 256  # of a memset that one warp does at once
 _MEMSET = 2  # CUgraphNodeType
 
 
+class _NoCollection:
+    """While any thread is inside there is no garbage collection: what it destroys while a stream captures could break the
+    capture."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._enabled = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._enabled = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._enabled:
+                gc.enable()
+
+
+_no_collection = _NoCollection()
+
+
 @contextlib.contextmanager
 def capturing(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
     """Captures what is launched inside, on ``stream`` and on streams that wait for it. After the block the graph can be replayed.
@@ -33,7 +58,7 @@ def capturing(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cud
         pool: of memory, as :func:`torch.cuda.graph_pool_handle` gives it; None: the graph's own.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with _no_collection(), torch.cuda.stream(stream):
+    with _no_collection, torch.cuda.stream(stream):
         # thread_local: NCCL's watchdog queries events in a thread of its own, which would end a global capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -46,18 +71,6 @@ def capturing(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cud
     if available(stream.device):
         replace_memsets(graph.raw_cuda_graph(), stream.device)
     graph.instantiate()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """What a garbage collection destroys while a stream captures could break the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)
