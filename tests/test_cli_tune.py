@@ -1,14 +1,23 @@
 """``tokenweave tune``: arguments, the summary, and the comparison of predicted with measured steps."""
 
 import json
+import os
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ranks import run_ranks
+from tokenweave.bench.launch import Rank
 from tokenweave.cli import tune as cli
 from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
-from tokenweave.planning import Planner
+from tokenweave.cli.model import planner_of
+from tokenweave.planning import Planner, machine
 from tokenweave.planning.profile import Profile
+from tokenweave.planning.profile_table import write_table
+from tokenweave.tuning import find
 from tokenweave.tuning.verify import MODES, TOKENS, checks, summary, text
 from tuning_cases import LLAMA, FakePieces, h200, setting_of, table_of
 
@@ -119,3 +128,22 @@ def test_verified_tokens_are_no_powers_of_two():
     assert min(TOKENS) >= 64
     assert max(TOKENS) <= 16384
     assert not any(n & (n - 1) == 0 for n in TOKENS)
+
+
+def _planned(folder):
+    """On each rank: what plans its steps, where the ranks' environments name different tables."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    table = {"TOKENWEAVE_PROFILE": ["off", f"{folder}/table.json"][rank]}
+    me = Rank(rank, rank, 2, torch.device("cuda", rank), group)
+    with (
+        mock.patch.dict(os.environ, table),
+        mock.patch.object(find, "identity_here", return_value=TABLE.identity),
+        mock.patch.object(machine, "machine_of", return_value=MACHINE),
+    ):
+        return planner_of(LLAMA, me, "p2p").model.costs.signature
+
+
+def test_all_ranks_of_a_bench_plan_with_the_same_table(tmp_path):
+    """Different tables are different cuts: collectives of different rows, which wait for each other for ever."""
+    write_table(TABLE, tmp_path / "table.json")
+    assert run_ranks(2, _planned, str(tmp_path)) == [MACHINE.signature] * 2

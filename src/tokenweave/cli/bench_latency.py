@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_output, check_picture, check_seed, numbers, some
-from tokenweave.cli.model import check_model, model_of
+from tokenweave.cli.model import check_model, model_of, planner_of
 from tokenweave.cli.ranks import check_ranks, instruments, run_on_ranks
 from tokenweave.errors import RequestError
 
@@ -74,7 +75,6 @@ def _run_rank(args: argparse.Namespace, me: Rank) -> int:
     from tokenweave.bench.latency.report import text
     from tokenweave.bench.latency.sequential import BASELINES
     from tokenweave.models import read_config
-    from tokenweave.planning import Planner
 
     model = model_of(args, me)
     config = Config(
@@ -91,9 +91,7 @@ def _run_rank(args: argparse.Namespace, me: Rank) -> int:
         json=args.json,
     )
 
-    def planner(transport: str) -> Planner:
-        return Planner(model.config, None, me.ranks, transport)
-
+    planner = functools.partial(planner_of, model.config, me)
     result = LatencyBench(config, model, planner, me.group, me.device, *instruments(me)).run()
     if me.rank == 0:
         print(text(result), flush=True)

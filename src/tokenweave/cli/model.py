@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tokenweave.bench.launch import Rank
     from tokenweave.models import Model
     from tokenweave.models.config import ModelConfig
+    from tokenweave.planning import Planner
 
 
 def model_of(args: argparse.Namespace, me: Rank) -> Model:
@@ -33,6 +34,16 @@ def model_of(args: argparse.Namespace, me: Rank) -> Model:
         return model
     config = dataclasses.replace(model.config, layers=args.layers)
     return dataclasses.replace(model, config=config, layers=model.layers[: args.layers])
+
+
+def planner_of(config: ModelConfig, me: Rank, transport: str) -> Planner:
+    """What plans the model's steps: with the table that rank 0 finds, on every rank, or with none. All ranks call it."""
+    from tokenweave.planning import Planner
+    from tokenweave.planning.machine import machine_of
+    from tokenweave.tuning.find import agreed_profile
+
+    machine = machine_of("cpu" if me.device.type == "cpu" else None, me.ranks, transport)
+    return Planner(config, costs=agreed_profile(config, machine, me.group) or machine)
 
 
 def check_model(args: argparse.Namespace) -> ModelConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_folder, check_seed, numbers
-from tokenweave.cli.model import check_model, model_of
+from tokenweave.cli.model import check_model, model_of, planner_of
 from tokenweave.cli.ranks import check_ranks, run_on_ranks
 from tokenweave.errors import RequestError
 
@@ -57,14 +57,13 @@ def _run_rank(args: argparse.Namespace, me: Rank) -> int:
 
     from tokenweave.bench.steps import PrefillSteps
     from tokenweave.bench.trace import record
-    from tokenweave.planning import Planner
 
     with torch.inference_mode():
         record.prepare()
         model = model_of(args, me)
         tokens = int(args.tokens)
         steps = PrefillSteps(model, tokens, me.group, me.device, args.seed, wrap=record.annotated)
-        planner = Planner(model.config, "cpu" if args.device == "cpu" else None, me.ranks, steps.workspace.transport)
+        planner = planner_of(model.config, me, steps.workspace.transport)
         variant = _variant(steps, planner, args.mode, tokens)
         recorder = record.Recorder(me.group, me.device)
         recordings = _recorded(variant, recorder, me, args)
