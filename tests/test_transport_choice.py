@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from tokenweave.collective import Workspace, selftest, torch_backend, workspace
+from tokenweave.collective import Workspace, cuda_backend, selftest, torch_backend, workspace
 from tokenweave.collective.symmetric import Symmetric, multicast_switched_off
 from tokenweave.collective.workspace import choose_transport
-from tokenweave.errors import CollectiveError
+from tokenweave.errors import CollectiveError, CudaError
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -78,6 +78,9 @@ def test_switches_of_multicast(hopper, monkeypatch, name, value, off):
 # ---- the self-test, on CPUs: a stand-in for the GPU transport, which is right, wrong, or fails
 
 
+FAILURES = {"fails": CollectiveError("a peer did not come"), "does not launch": CudaError("too many blocks")}
+
+
 def _stand_in(kind: str, monkeypatch: pytest.MonkeyPatch, *, multicast: int = 0) -> list[str]:
     """Symmetric memory and kernels as they would be, of CPU memory; returns the transports that were launched."""
     launched: list[str] = []
@@ -93,20 +96,21 @@ def _stand_in(kind: str, monkeypatch: pytest.MonkeyPatch, *, multicast: int = 0)
     def launch(call):
         of, partial = call.workspace, call.partial
         launched.append(of.transport)
-        bad = (kind == of.transport or kind in ("wrong", "NaN", "fails")) and of.rank == of.world_size - 1
+        bad = (kind == of.transport or kind in ("wrong", "NaN", *FAILURES)) and of.rank == of.world_size - 1
         torch_backend.fused(call)
-        if kind == "fails" and bad:
-            raise CollectiveError("a peer did not come")
+        if kind in FAILURES and bad:
+            raise FAILURES[kind]
         if bad:
             partial[-1, 3] = float("nan") if kind == "NaN" else partial[-1, 3] + 0.5
 
-    def compile_all(of, cases):
-        return "no compiler" if kind == "does not compile" and of.rank == 0 else None
+    def prepare(of, *case):
+        if kind == "does not compile" and of.rank == 0:
+            raise CudaError("no compiler")
 
     monkeypatch.setattr(workspace, "allocate", allocate)
     monkeypatch.setattr(workspace, "choose_transport", lambda asked, *_: ("p2p" if asked == "auto" else asked, "why"))
     monkeypatch.setattr(selftest, "_launch", launch)
-    monkeypatch.setattr(selftest, "_compile", compile_all)
+    monkeypatch.setattr(cuda_backend, "prepare", prepare)
     monkeypatch.setattr(selftest, "_passed", type(selftest._passed)())
     return launched
 
@@ -143,7 +147,7 @@ def test_a_transport_that_is_right_is_used(world_size):
         assert not messages
 
 
-@pytest.mark.parametrize("kind", ["wrong", "NaN", "fails", "does not compile"])
+@pytest.mark.parametrize("kind", ["wrong", "NaN", "does not compile", *FAILURES])
 def test_a_transport_that_is_wrong_on_one_rank_is_refused_on_all(kind):
     for rank, (transport, reason, _, _, messages) in enumerate(run_ranks(3, _verdict, kind, "auto")):
         assert transport == "torch"
@@ -153,7 +157,8 @@ def test_a_transport_that_is_wrong_on_one_rank_is_refused_on_all(kind):
         assert transport == "refused"
         assert "the p2p transport is refused" in reason
     reasons = [reason for _, reason, *_ in run_ranks(3, _verdict, kind, "auto")]
-    what = {"fails": "a peer did not come", "does not compile": "no compiler"}.get(kind, "on rank 2 is not what")
+    told = {**{kind: str(error) for kind, error in FAILURES.items()}, "does not compile": "no compiler"}
+    what = told.get(kind, "on rank 2 is not what")
     assert sum(what in reason for reason in reasons) == 1
     assert sum("another rank says why" in reason for reason in reasons) == 2
 
