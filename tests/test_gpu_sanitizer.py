@@ -24,7 +24,7 @@ TOOL = shutil.which("compute-sanitizer")
 PROGRAM = Path(__file__).with_name("alone_cases.py")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
     pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not on the PATH"),
 ]
 PLANTED = {"memcheck": "memory", "racecheck": "race"}  # what each tool has to find
