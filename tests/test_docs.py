@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tokenweave.cli.main import COMMANDS, _parser
+from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.planning import Mode
 from tokenweave.planning.makespan import Part, makespan
 
@@ -136,6 +137,12 @@ def test_links_lead_somewhere(document):
 def test_files_that_are_named_exist(document):
     for name in re.findall(r"`((?:src|tests|scripts|docs|benchmarks)/[\w./-]+)`", document.read_text("utf-8")):
         assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+@pytest.mark.parametrize("reason", list(Reason), ids=str)
+def test_a_reason_that_is_counted_is_explained(reason):
+    """Metrics and log name it; the document says what it means."""
+    assert f"`{reason}`" in (ROOT / "docs" / "vllm.md").read_text("utf-8")
 
 
 def _commands(document: Path) -> list[str]:

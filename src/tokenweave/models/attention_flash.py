@@ -1,6 +1,6 @@
 """The FlashAttention kernels over the cache: torch's own FlashAttention-2, and FlashAttention-3 of whoever installed it.
 
-All take the same four arguments and read every length and start from device memory, so that a captured graph sees their
+All take the same arguments and read every length and start from device memory, so that a captured graph sees their
 new values. A sequence's keys start at ``cache_starts[i]`` and there are ``lengths[i]`` of them: both libraries take a
 length from ``seqused_k`` where that is given, and from the cumulated lengths nothing but where the keys start
 (``SeqlenInfoQKNewK`` in hopper/seqlen.h of Dao-AILab/flash-attention), so that the starts of the runs may stand there.

@@ -44,7 +44,6 @@ class Reason(str, Enum):
     INPUT_EMBEDS = "the inputs are embeddings"
     NEW_BUCKET = "the first step of its size: a graph is made later"
     EAGER_SLOWER = "too few rows to run without a graph"
-    STALE_GRAPH = "the cache moved since the graph was made"
     # No cut, but the step may still be fused.
     PREFIX_HAZARD = "a request reads cache blocks that a later row of the same step writes"
     # Anything that went wrong.
