@@ -59,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
         *instantiations(args.arch, ranks, hidden or HIDDEN, dtypes, every=args.all),
         *model_kernels(ranks, hidden, dtypes),
     ]
-    if not args.json:
-        print(_line(_COLUMNS))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kernel, (registers, spills, static) in zip(kernels, _compiled(kernels, args.arch, args.jobs), strict=True):
+        if not rows and not args.json:  # not before the compiler is known to work
+            print(_line(_COLUMNS))
         row = {
             "kernel": kernel.name,
             "threads": kernel.threads,
