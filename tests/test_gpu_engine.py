@@ -308,7 +308,7 @@ def _kernels(seed: int) -> float:
             positions = torch.randint(cached, (tokens,), generator=generator, device=_device())
             rows = torch.randperm(cached, generator=generator, device=_device())[:tokens]
             rows[5], rows[36] = -1, -1
-            qkv[7, queries + kv, 3], qkv[9, -1, size - 1] = torch.nan, -torch.inf  # values: of the first head, of the last
+            qkv[7, queries + kv, 3], qkv[9, -1, size - 1] = torch.nan, -torch.inf  # values, first head and last
             double = qkv[:, : queries + kv].double()
             if norm is not None:
                 double = double * torch.rsqrt(double.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
