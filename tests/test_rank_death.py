@@ -236,7 +236,12 @@ def start_cli(model, *arguments):
         "--ignore-eos",
         *arguments,
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    # Tests that a script runs in the background are started with Ctrl-C ignored, and processes inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
