@@ -7,14 +7,8 @@ import time
 import pytest
 import torch
 
-from tokenweave.planning.profile_table import (
-    CollectivePoint,
-    GemmPoint,
-    OverheadPoint,
-    StagePoint,
-    StreamPoint,
-    read_table,
-)
+from tokenweave.planning.profile_points import CollectivePoint, GemmPoint, OverheadPoint, StagePoint, StreamPoint
+from tokenweave.planning.profile_table import read_table
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,8 @@ from tokenweave.planning.cost import CostModel
 from tokenweave.planning.machine import machine_of
 from tokenweave.planning.profile import Profile
 from tokenweave.planning.profile_curves import Curve, Surface, never_falling
-from tokenweave.planning.profile_table import AllReducePoint, CollectivePoint, GemmPoint, StepPoint, StreamPoint, Table
+from tokenweave.planning.profile_points import AllReducePoint, CollectivePoint, GemmPoint, StepPoint, StreamPoint
+from tokenweave.planning.profile_table import Table
 from tokenweave.planning.waves import attention_gemms, mlp_gemms
 from tuning_cases import LLAMA, FakePieces, h200, identity_of, setting_of, table_of
 
@@ -189,7 +190,7 @@ def test_signatures_tell_tables_and_machines_apart():
 
 @pytest.mark.parametrize("kind", ["gemm", "stream", "all_reduce", "attention"])
 def test_a_table_that_lacks_a_part_is_refused(kind):
-    from tokenweave.planning.profile_table import KINDS
+    from tokenweave.planning.profile_points import KINDS
 
     rest = {p: us for p, us in NOISY_TABLE.times.items() if type(p) is not KINDS[kind]}
     with pytest.raises(

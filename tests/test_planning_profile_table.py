@@ -8,17 +8,8 @@ import threading
 import pytest
 
 from tokenweave.errors import ProfileError
-from tokenweave.planning.profile_table import (
-    KINDS,
-    CollectivePoint,
-    GemmPoint,
-    OverheadPoint,
-    Table,
-    parse_table,
-    read_table,
-    table_text,
-    write_table,
-)
+from tokenweave.planning.profile_points import KINDS, CollectivePoint, GemmPoint, OverheadPoint
+from tokenweave.planning.profile_table import Table, parse_table, read_table, table_text, write_table
 from tuning_cases import FakePieces, h200, identity_of, setting_of, table_of
 
 SMALL = Table(

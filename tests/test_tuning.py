@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tokenweave.errors import ProfileError, RequestError
 from tokenweave.planning import Planner
-from tokenweave.planning.profile_table import CollectivePoint, GemmPoint, Table, read_table, write_table
+from tokenweave.planning.profile_points import CollectivePoint, GemmPoint
+from tokenweave.planning.profile_table import Table, read_table, write_table
 from tokenweave.tuning import find
 from tokenweave.tuning.find import agreed_profile, profile_path
 from tokenweave.tuning.identity import driver_version

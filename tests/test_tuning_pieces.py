@@ -19,7 +19,7 @@ from tokenweave.collective import torch_backend
 from tokenweave.models import model as model_module
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.machine import machine_of
-from tokenweave.planning.profile_table import GemmPoint, OverheadPoint
+from tokenweave.planning.profile_points import GemmPoint, OverheadPoint
 from tokenweave.tuning import chains, gpu, rig
 from tokenweave.tuning.schedule import PHASES, Setting
 from tokenweave.tuning.tuner import Tuner

@@ -11,18 +11,16 @@ from tokenweave.models.config import ModelConfig
 from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.cost import CostModel
 from tokenweave.planning.machine import machine_of
-from tokenweave.planning.profile_table import (
+from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
     CollectivePoint,
     GemmPoint,
-    Identity,
     StagePoint,
     StepPoint,
     StreamPoint,
-    Table,
-    shape_of,
 )
+from tokenweave.planning.profile_table import Identity, Table, shape_of
 from tokenweave.planning.waves import attention_gemms, mlp_gemms
 from tokenweave.tuning.schedule import Setting
 

@@ -185,7 +185,7 @@ def _default_path(identity: Identity) -> Path:
 
 def summary(table: Table, path: Path) -> str:
     """What was measured, in a few lines."""
-    from tokenweave.planning.profile_table import KINDS
+    from tokenweave.planning.profile_points import KINDS
 
     counts = ", ".join(f"{len(table.of(kind))} {name}" for name, kind in KINDS.items())
     identity, info = table.identity, table.info

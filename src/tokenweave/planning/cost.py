@@ -277,7 +277,7 @@ class CostModel:
         lower; the more so the more of them runs at once.
 
         Args:
-            kind: of a step, as :class:`tokenweave.planning.profile_table.StepPoint`'s. One that was not measured scales as 1.
+            kind: of a step, as :class:`tokenweave.planning.profile_points.StepPoint`'s. One that was not measured scales as 1.
         """
         if (known := self._scales.get(kind)) is None:
             return 1.0

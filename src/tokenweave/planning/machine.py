@@ -13,7 +13,7 @@ import numpy as np
 from tokenweave.errors import RequestError
 from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
-from tokenweave.planning.profile_table import StepPoint
+from tokenweave.planning.profile_points import StepPoint
 from tokenweave.planning.runtime import GRAPH, Runtime
 
 # What a collective at work beside a GEMM or attention costs it in addition to the SMs that it holds, since both want L2 and

@@ -21,7 +21,7 @@ from tokenweave.models.sharding import shard_of
 from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.machine import Machine
 from tokenweave.planning.profile_curves import Curve, Surface
-from tokenweave.planning.profile_table import (
+from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
     CollectivePoint,
@@ -30,8 +30,8 @@ from tokenweave.planning.profile_table import (
     StagePoint,
     StepPoint,
     StreamPoint,
-    Table,
 )
+from tokenweave.planning.profile_table import Table
 from tokenweave.planning.waves import BYTES, Gemm, attention_gemms, mlp_gemms
 
 GEMM_NOISE = 0.04

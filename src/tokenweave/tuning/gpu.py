@@ -30,7 +30,7 @@ from tokenweave.models.rotary import Rotary
 from tokenweave.planning import Mode, Plan
 from tokenweave.planning.machine import Machine
 from tokenweave.planning.planner import LATE
-from tokenweave.planning.profile_table import (
+from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
     CollectivePoint,

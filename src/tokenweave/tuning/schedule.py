@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from tokenweave.planning.profile_table import (
+from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
     CollectivePoint,

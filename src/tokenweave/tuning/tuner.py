@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
-from tokenweave.planning.profile_table import Point
+from tokenweave.planning.profile_points import Point
 from tokenweave.tuning.schedule import PHASES, Phase, Setting, planned
 
 log = logging.getLogger(__name__)
