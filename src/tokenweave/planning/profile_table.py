@@ -238,9 +238,11 @@ def _decoded(content: dict[str, Any]) -> Table:
         for *values, us in content["times"][name]:
             if not isinstance(us, int | float) or isinstance(us, bool) or not 0 < us < _MOST_US:
                 raise ValueError(f"a time of {us!r} us in {name}")
-            point = _checked(kind, dict(zip(fields, values, strict=True)))
-            for field_name, value in zip(fields, values, strict=True):
-                if isinstance(value, int) and value < (field_name not in _MAY_BE_ZERO):
+            given = dict(zip(fields, values, strict=True))
+            point = _checked(kind, given)
+            for field_name, value in given.items():
+                least = 0 if field_name in _MAY_BE_ZERO else 1
+                if isinstance(value, int) and value < least:
                     raise ValueError(f"{kind.__name__}.{field_name} is {value}")
             times[point] = float(us)
     return Table(_checked(Identity, identity), times, content["info"], content["complete"] is True)
