@@ -12,13 +12,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tokenweave.errors import ProfileError, RequestError
 from tokenweave.planning import Planner
+from tokenweave.planning.plan import GEMMS
 from tokenweave.planning.profile_points import CollectivePoint, GemmPoint
 from tokenweave.planning.profile_table import Table, read_table, write_table
 from tokenweave.tuning import find
 from tokenweave.tuning.find import agreed_profile, profile_path
 from tokenweave.tuning.identity import driver_version
 from tokenweave.tuning.run import partial_path, progress_bar, tune
-from tokenweave.tuning.schedule import GEMMS, PHASES, TARGET_ROWS, best_target, planned, steps
+from tokenweave.tuning.schedule import PHASES, TARGET_ROWS, best_target, planned, steps
 from tokenweave.tuning.tuner import Tuner
 from tuning_cases import LLAMA, FakeClock, FakePieces, h200, identity_of, setting_of, table_of
 

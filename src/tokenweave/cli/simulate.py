@@ -14,7 +14,7 @@ from tokenweave.models import read_config
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning import GPUS, Costs, Predictor, machine_of
 from tokenweave.planning.comm import TRANSPORTS
-from tokenweave.planning.planner import MOST_TOKENS
+from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.runtime import RUNTIMES
 from tokenweave.simulation import (
     ROUTINGS,

@@ -18,8 +18,14 @@ class Mode(str, Enum):
         return self.value
 
 
+GEMMS = ("qkv", "o", "gate_up", "down")
+"""A layer's."""
+
 POINTS = ("qkv", "attention", "o", "gate_up", "activation", "down")
 """Where a compute says that it has come to: just before each of its GEMMs, attention, and the MLP's activation."""
+
+LATE = ("qkv", "activation")
+"""Points at which collectives start that let gate_up pass, which loses most to SMs that others hold."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,26 @@ class Plan:
     def launch(self) -> tuple[Mode, int | None, int | None, tuple[tuple[tuple[str, str], int], ...], frozenset[str]]:
         """All but the split, hashable: mode, ctas, cluster, gemm_sms, start_at. A captured graph runs one of these."""
         return self.mode, self.ctas, self.cluster, tuple(sorted(self.gemm_sms.items())), self.start_at
+
+
+def woven_plan(
+    split: int,
+    ctas: int | None,
+    cluster: int | None,
+    sms: Mapping[tuple[str, str], int | None],
+    *,
+    late: bool = False,
+) -> Plan:
+    """A woven plan whose GEMMs are told of the SMs that the collective leaves them.
+
+    Args:
+        split, ctas, cluster: as :class:`Plan`'s.
+        sms: as its ``gemm_sms``; None: not told.
+        late: collectives start at :data:`LATE`; a gate_up, which nothing runs beside then, is not told.
+    """
+    told = {key: left for key, left in sms.items() if left is not None and not (late and key[0] == "gate_up")}
+    start_at = frozenset(LATE if late else ())
+    return Plan(Mode.WOVEN, split=split, ctas=ctas, cluster=cluster, gemm_sms=told, start_at=start_at)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tokenweave.planning.cost import MOST_TOKENS, CostModel
 from tokenweave.planning.explanation import Cut, Explanation, Waves
 from tokenweave.planning.hardware import Gpu
 from tokenweave.planning.machine import Costs, Machine, machine_of
-from tokenweave.planning.plan import Mode, Plan, StepTimes
+from tokenweave.planning.plan import Mode, Plan, StepTimes, woven_plan
 from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
 # A woven step must promise to take at most this share of the best other mode's time: the model's own error.
@@ -28,7 +28,6 @@ GAIN, MEASURED_GAIN = 0.96, 0.98
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
 CHEAPER = 1.02  # a step may take so much longer for GEMMs that lose less: what hides collectives is known less well
-LATE = frozenset(("qkv", "activation"))  # where collectives start that let gate_up pass
 CACHED_PLANS = 8192
 SHOWN_CUTS = 5
 
@@ -262,16 +261,12 @@ class Planner:
 
     def _woven_plan(self, tokens: int, woven: _Woven) -> Plan:
         model, cut = self.model, woven.cut
-        start_at = LATE if woven.late else frozenset[str]()
         sms = {
             (gemm.name, split): model.gemm_sms(gemm.name, rows, woven.ctas)
             for gemm in model.gemms
-            if not (woven.late and gemm.name == "gate_up")
             for split, rows in (("prefix", cut), ("suffix", tokens - cut))
         }
-        told = {key: target for key, target in sms.items() if target is not None}
-        cluster = model.costs.cluster(woven.ctas)
-        return Plan(Mode.WOVEN, split=cut, ctas=woven.ctas, cluster=cluster, gemm_sms=told, start_at=start_at)
+        return woven_plan(cut, woven.ctas, model.costs.cluster(woven.ctas), sms, late=woven.late)
 
     def _waves(self, tokens: int, plan: Plan) -> Waves:
         model = self.model

@@ -29,7 +29,7 @@ from tokenweave.models.mixtral import MixtureMLP
 from tokenweave.models.rotary import Rotary
 from tokenweave.planning import Mode, Plan
 from tokenweave.planning.machine import Machine
-from tokenweave.planning.planner import LATE
+from tokenweave.planning.plan import GEMMS, woven_plan
 from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
@@ -43,7 +43,7 @@ from tokenweave.planning.profile_points import (
 )
 from tokenweave.tuning.chains import Call, Chains, cover_us
 from tokenweave.tuning.rig import MAX_POSITIONS, rig_of
-from tokenweave.tuning.schedule import GEMMS, Setting
+from tokenweave.tuning.schedule import Setting
 
 UNTOLD = 2.2  # how much longer a GEMM can take beside held SMs that it is not told of
 
@@ -318,23 +318,11 @@ class GpuPieces:
         return self._chains.host_us(graph.replay, 1)
 
     def _woven_plan(self, split: int, ctas: int | None, late: bool = False) -> Plan:
-        """With every GEMM told what the collective leaves, but a gate_up that runs before it."""
+        """With every GEMM told what the collective leaves."""
         target = self.setting.targets(ctas)[0] if ctas else None
-        told = {
-            (name, part): target
-            for name in GEMMS
-            if target is not None and not (late and name == "gate_up")
-            for part in ("prefix", "suffix")
-        }
+        sms = {(name, part): target for name in GEMMS for part in ("prefix", "suffix")}
         cluster = dict(self.setting.blocks).get(ctas or 0, 1)
-        return Plan(
-            Mode.WOVEN,
-            split=split,
-            ctas=ctas,
-            cluster=cluster if cluster > 1 else None,
-            gemm_sms=told,
-            start_at=LATE if late else frozenset(),
-        )
+        return woven_plan(split, ctas, cluster if cluster > 1 else None, sms, late=late)
 
     def _fork(self) -> None:
         """A side stream takes part, as a woven step's collective does: two empty kernels, one after the other."""

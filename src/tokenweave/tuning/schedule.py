@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from tokenweave.planning.plan import GEMMS
 from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
@@ -21,7 +22,6 @@ from tokenweave.planning.profile_points import (
     StreamPoint,
 )
 
-GEMMS = ("qkv", "o", "gate_up", "down")
 OVERHEADS = ("kernel", "fork", "replay_host", "layer_host", "woven_layer_host")
 # (up to so many rows, in steps of): free GEMMs, and GEMMs beside a collective, which are halves of a step.
 FREE_ROWS = ((4096, 64), (8192, 128), (16384, 512))

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tokenweave.bench.steps import PrefillSteps, Variant
 from tokenweave.planning import Mode, Plan
+from tokenweave.planning.plan import GEMMS, LATE
 
 _FIRST_GEMMS = ("qkv", "gate_up")  # of a stage: these start beside the other split's collective
-_GEMMS = ("qkv", "o", "gate_up", "down")
 _SHAPES = ((4, 4), (8, 2), (8, 4), (12, 4))  # blocks, cluster
-_LATE = ("qkv", "activation")  # points at which collectives start, so that gate_up is alone
 
 Best = Callable[[Sequence[Variant]], Variant]
 """Times candidates of one mode; gives the fastest."""
@@ -46,10 +45,10 @@ def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, sms: int, be
 
     shapes: list[Variant] = [planned, variant(even, 8, None, None, ())]
     for ctas, cluster in _SHAPES:
-        for gemms in (_FIRST_GEMMS, _GEMMS):
+        for gemms in (_FIRST_GEMMS, GEMMS):
             shapes.append(variant(even, ctas, cluster, sms - ctas, gemms))
-        beside = [gemm for gemm in _GEMMS if gemm != "gate_up"]
-        shapes.append(variant(even, ctas, cluster, sms - ctas, beside, _LATE))
+        beside = [gemm for gemm in GEMMS if gemm != "gate_up"]
+        shapes.append(variant(even, ctas, cluster, sms - ctas, beside, LATE))
     first = best(shapes)
     plan = first.plan
     assert plan is not None
