@@ -11,14 +11,17 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from tokenweave.engine.split_buffer import RowRange, on_device
-from tokenweave.models.inputs import Inputs, SequenceRows
+from tokenweave.models.inputs import Inputs, Launches, SequenceRows
 from tokenweave.planning.plan import Plan
 from tokenweave.stages import Split
+
+L = TypeVar("L", bound=Launches)
 
 
 @dataclass(frozen=True)
@@ -122,18 +125,15 @@ def splits_of(
     for (start, stop), name in zip(itertools.pairwise(edges), ("prefix", "suffix"), strict=False):
         inputs, sampled = row_range(chunks, start, stop, residual.device, packed)
         if residual.is_cuda:
-            inputs = dataclasses.replace(inputs, gemm_sms=gemm_sms(plan, name), held=held_sms(plan))
+            inputs = beside(inputs, plan, name)
         if reached is not None:
             inputs = dataclasses.replace(inputs, reached=reached)
         splits.append(Split(start, stop - start, inputs, residual[start:stop], sampled))
     return splits
 
 
-def gemm_sms(plan: Plan, split: str) -> dict[str, int]:
-    """GEMM name -> SMs, of one split of a plan."""
-    return {gemm: sms for (gemm, of), sms in plan.gemm_sms.items() if of == split}
-
-
-def held_sms(plan: Plan) -> int:
-    """SMs that a split's compute loses while the other's collective runs: one for each of its blocks."""
-    return plan.ctas or 0 if plan.split is not None else 0
+def beside(inputs: L, plan: Plan, split: str) -> L:
+    """A split's inputs, told of the collective that the plan runs beside its compute."""
+    told = {gemm: sms for (gemm, of), sms in plan.gemm_sms.items() if of == split}
+    held = 0 if plan.split is None else plan.ctas or 0  # a block, an SM
+    return dataclasses.replace(inputs, gemm_sms=told, held=held)

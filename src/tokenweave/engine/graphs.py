@@ -23,7 +23,7 @@ import torch
 
 from tokenweave.collective.workspace import Workspace
 from tokenweave.cuda.graph import capturing
-from tokenweave.engine.batch import Chunk, gemm_sms, held_sms, row_range_of, rows_of
+from tokenweave.engine.batch import Chunk, beside, row_range_of, rows_of
 from tokenweave.engine.collectives import collective_of, layout_of, overlap_of
 from tokenweave.engine.split_buffer import RowRange, SplitShape, packed_inputs
 from tokenweave.overlap import Overlap
@@ -244,9 +244,7 @@ class StepGraphs:
         ):
             tensors, rows = captured.shape.views(part), captured.shape.rows
             inputs = packed_inputs(tensors, captured.max_queries, bucket.max_length)
-            inputs = dataclasses.replace(
-                inputs, gemm_sms=gemm_sms(plan, name), held=held_sms(plan), reached=overlap.reached
-            )
+            inputs = dataclasses.replace(beside(inputs, plan, name), reached=overlap.reached)
             residual = self._residual[start : start + rows]
             sampled = None if pick else tensors.sampled
             row_count = None if workspace.transport == "torch" else tensors.row_count

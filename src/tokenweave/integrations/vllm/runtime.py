@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import Workspace
-from tokenweave.engine.batch import gemm_sms
+from tokenweave.engine.batch import beside
 from tokenweave.engine.collectives import check, collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
@@ -317,7 +317,7 @@ class Runtime:
                 last = torch.arange(max(0, tokens - TILE), tokens, device=self.device, dtype=torch.int32)
                 padding = (last >= real).unsqueeze(1)
         rows = tables.token_ids[start:stop], tables.positions[start:stop]
-        inputs = Inputs(*rows, context, padding, gemm_sms=gemm_sms(cut.plan, name), reached=reached)
+        inputs = beside(Inputs(*rows, context, padding, reached=reached), cut.plan, name)
         return Split(start, tokens, inputs, self.residual[start:stop], row_count=real)
 
     def _may_capture(self) -> bool:
