@@ -59,18 +59,22 @@ class Chains:
 
     def alone(self, clock: GraphClock, calls: Sequence[Call], us: float) -> list[float]:
         """us of one of ``calls``, which take turns, in a chain; samples. ``us``: about that."""
-        count = calls_of(us)
-        graph = self.captured(clock, calls, count)
-        clock.replay(graph, _nothing)
-        return [clock.replay(graph, _nothing) / count for _ in range(SAMPLES)]
+        return self._replayed(clock, calls, us, 0.0, 0.0)
 
     def sustained(self, clock: GraphClock, calls: Sequence[Call], us: float) -> list[float]:
-        """As :meth:`alone`, in a run without pauses that lasts until the clocks are those of such a load."""
+        """As :meth:`alone`, in a run with hardly a pause that lasts until the clocks are those of such a load."""
+        return self._replayed(clock, calls, us, WARM_SECONDS, SAMPLE_SECONDS)
+
+    def _replayed(self, clock: GraphClock, calls: Sequence[Call], us: float, warm: float, sample: float) -> list[float]:
+        """``warm``, ``sample``: seconds of replays before, and in each sample; one replay at least."""
         count = calls_of(us)
         graph = self.captured(clock, calls, count)
-        took = us * count * 1e-6
-        clock.replay(graph, _nothing, math.ceil(WARM_SECONDS / took))
-        return [clock.replay(graph, _nothing, math.ceil(SAMPLE_SECONDS / took)) / count for _ in range(SAMPLES)]
+
+        def replayed(seconds: float) -> float:
+            return clock.replay(graph, _nothing, max(1, math.ceil(seconds * 1e6 / (us * count)))) / count
+
+        replayed(warm)
+        return [replayed(sample) for _ in range(SAMPLES)]
 
     def beside(
         self,
