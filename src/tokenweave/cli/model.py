@@ -36,14 +36,18 @@ def model_of(args: argparse.Namespace, me: Rank) -> Model:
     return dataclasses.replace(model, config=config, layers=model.layers[: args.layers])
 
 
-def planner_of(config: ModelConfig, me: Rank, transport: str) -> Planner:
-    """What plans the model's steps: with the table that rank 0 finds, on every rank, or with none. All ranks call it."""
+def planner_of(config: ModelConfig, me: Rank, transport: str, table: Path | None = None) -> Planner:
+    """What plans the model's steps: with the table that rank 0 finds, on every rank, or with none. All ranks call it.
+
+    Args:
+        table: that was asked for, and must do; None: the one that is found.
+    """
     from tokenweave.planning import Planner
     from tokenweave.planning.machine import machine_of
     from tokenweave.tuning.find import agreed_profile
 
     machine = machine_of("cpu" if me.device.type == "cpu" else None, me.ranks, transport)
-    return Planner(config, costs=agreed_profile(config, machine, me.group) or machine)
+    return Planner(config, costs=agreed_profile(config, machine, me.group, table) or machine)
 
 
 def check_model(args: argparse.Namespace) -> ModelConfig:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_output, numbers
+from tokenweave.cli.model import planner_of
 from tokenweave.cli.ranks import check_ranks, instruments, run_on_ranks
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
     from tokenweave.bench.launch import Rank
+    from tokenweave.planning import Planner
     from tokenweave.planning.profile_table import Identity, Table
     from tokenweave.tuning.tuner import Tuner
 
@@ -129,19 +131,15 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
     from tokenweave.bench.result import write_result
     from tokenweave.models import read_config
     from tokenweave.models.dummy import dummy_model
-    from tokenweave.planning import Planner
-    from tokenweave.planning.machine import machine_of
-    from tokenweave.tuning.find import agreed_profile
     from tokenweave.tuning.verify import MODES, checks, summary, text
 
     config = dataclasses.replace(read_config(args.model), layers=args.layers)
     planners: list[Planner] = []
 
     def planner(transport: str) -> Planner:
-        machine = machine_of(None, me.ranks, transport)
-        profile = agreed_profile(config, machine, me.group, args.out)
-        planners.append(Planner(config, mode="auto", costs=profile or machine))
-        me.say(f"predictions: {'measured table' if profile else 'analytical model'}, {planners[0].model.costs.source}")
+        planners.append(planner_of(config, me, transport, args.out))
+        costs = planners[0].model.costs
+        me.say(f"predictions: {'measured table' if costs.measured else 'analytical model'}, {costs.source}")
         return planners[0]
 
     model = dummy_model(config, rank=me.rank, world_size=me.ranks, group=me.group, device=me.device, layers=args.layers)
