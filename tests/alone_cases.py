@@ -98,17 +98,7 @@ def run(what: Alone, seed: int, rounds: int = 2) -> None:
     if what.kernel == "add_rmsnorm":
         _norm(what.case, seed)
         return
-    case, device = what.case, torch.device("cuda", torch.cuda.current_device())
-    ranks = alone.open_ranks(
-        [device] * what.ranks,
-        max_tokens=max(1, case.tokens),
-        hidden=case.hidden,
-        dtype=case.dtype,
-        transport=what.transport,
-        regions=2,
-        fp8_regions=int(what.fp8 is not None),
-        gap=GAP,
-    )
+    case, ranks = what.case, open_ranks(what, torch.device("cuda", torch.cuda.current_device()))
     for number in range(rounds):
         data = make(case, what.ranks, seed + number)
         calls = [_call(what, data, workspace) for workspace in ranks.workspaces]
@@ -125,6 +115,20 @@ def run(what: Alone, seed: int, rounds: int = 2) -> None:
         _expect_untouched(gap)
     for workspace in ranks.workspaces:
         workspace.close()
+
+
+def open_ranks(what: Alone, device: torch.device) -> alone.Ranks:
+    """All ranks of a case on one device."""
+    return alone.open_ranks(
+        [device] * what.ranks,
+        max_tokens=max(1, what.case.tokens),
+        hidden=what.case.hidden,
+        dtype=what.case.dtype,
+        transport=what.transport,
+        regions=2,
+        fp8_regions=int(what.fp8 is not None),
+        gap=GAP,
+    )
 
 
 def kernel_of(call: Call) -> Kernel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -117,27 +118,33 @@ def check_sizes(hidden: int, dtype: torch.dtype, most: int, seed: int) -> float:
     return time.perf_counter() - began
 
 
+def random_case(pick: random.Random, tokens: int, dtypes: tuple[torch.dtype, ...], **others: Any) -> Case:
+    """One of a hidden size of each kind of kernel, with options of all kinds; ``others``: of :class:`Case`, as given."""
+    rows = None
+    if pick.random() < 0.4:
+        rows = tuple(sorted(pick.sample(range(tokens), pick.randrange(tokens + 1))))
+    return Case(
+        tokens,
+        pick.choice([72, 2880, 4096]),
+        pick.choice(dtypes),
+        has_residual=pick.random() < 0.7,
+        post_norm=pick.random() < 0.4,
+        weight_offset=pick.choice([0.0, 1.0]),
+        bias=pick.random() < 0.4,
+        replicated=pick.random() < 0.5,
+        rows=rows,
+        **others,
+    )
+
+
 def check_options(seed: int) -> int:
     pick = random.Random(seed)
     count = 0
     for number in range(60):
         tokens = pick.choice([1, 2, 5, 33, 130])
         ctas = pick.choice([None, 1, 2])  # of 130 rows, one or two blocks have enough for the ring
-        rows = None
-        if pick.random() < 0.4:
-            rows = tuple(sorted(pick.sample(range(tokens), pick.randrange(tokens + 1))))
-        case = Case(
-            tokens,
-            pick.choice([72, 2880, 4096]),
-            pick.choice([torch.bfloat16, torch.float16, torch.float32]),
-            has_residual=pick.random() < 0.7,
-            post_norm=pick.random() < 0.4,
-            weight_offset=pick.choice([0.0, 1.0]),
-            bias=pick.random() < 0.4,
-            replicated=pick.random() < 0.5,
-            rows=rows,
-            use_out=pick.random() < 0.5,
-            ctas=ctas,
+        case = random_case(
+            pick, tokens, (torch.bfloat16, torch.float16, torch.float32), use_out=pick.random() < 0.5, ctas=ctas
         )
         with opened(tokens, case.hidden, case.dtype) as workspace:
             data = make(case, workspace.world_size, seed + number)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alone_cases import GAP, Alone, _call, _expect_untouched, kernel_of, small
+from alone_cases import Alone, _call, _expect_untouched, kernel_of, open_ranks, small
 from collective_cases import Case, make
 from tokenweave.bench.kernel import alone
 from tokenweave.collective import cuda_backend
@@ -71,27 +71,13 @@ def model(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
 
-def _open(what: Alone) -> alone.Ranks:
-    case = what.case
-    return alone.open_ranks(
-        [torch.device("cpu")] * what.ranks,
-        max_tokens=case.tokens,
-        hidden=case.hidden,
-        dtype=case.dtype,
-        transport=what.transport,
-        regions=2,
-        fp8_regions=int(what.fp8 is not None),
-        gap=GAP,
-    )
-
-
 @pytest.mark.parametrize(
     "what",
     [what for what in small() if what.kernel != "add_rmsnorm"],
     ids=lambda what: f"{what.kernel}-{what.case.tokens}x{what.case.hidden}",
 )
 def test_no_kernel_would_wait(what):
-    ranks = _open(what)
+    ranks = open_ranks(what, torch.device("cpu"))
     for number in range(4):  # the three inboxes, and the first again
         data = make(what.case, what.ranks, number)
         calls = [_call(what, data, workspace) for workspace in ranks.workspaces]
@@ -105,7 +91,7 @@ def test_no_kernel_would_wait(what):
 def test_without_arrival_the_first_rank_would_wait():
     for replicated in (False, True):
         what = Alone(Case(5, 72, replicated=replicated), "")
-        ranks = _open(what)
+        ranks = open_ranks(what, torch.device("cpu"))
         calls = [_call(what, make(what.case, 2, 1), workspace) for workspace in ranks.workspaces]
         with pytest.raises(AssertionError, match="rank 0 would wait for rank 1"):
             cuda_backend.fused(calls[0])
@@ -113,7 +99,7 @@ def test_without_arrival_the_first_rank_would_wait():
 
 def test_a_call_of_several_kernels_is_refused():
     what = Alone(Case(513, 4096, replicated=True), "oneshot")
-    ranks = _open(what)
+    ranks = open_ranks(what, torch.device("cpu"))
     calls = [_call(what, make(what.case, 2, 1), workspace) for workspace in ranks.workspaces]
     with pytest.raises(CollectiveError, match="513 rows; the inboxes hold 512"):
         alone.arrive(calls)

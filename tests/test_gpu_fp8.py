@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from collective_cases import EPS, Case, fresh_seed, make
 from fp8_cases import E4M3, Quantised, call, check, fingerprint
-from gpu_cases import RANKS, TRANSPORT, fresh, gathered, on_ranks, opened
+from gpu_cases import RANKS, TRANSPORT, fresh, gathered, on_ranks, opened, random_case
 from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
 from tokenweave.errors import CollectiveError
 
@@ -59,18 +59,7 @@ def _options(seed: int) -> None:
     pick = random.Random(seed)
     for number in range(40):
         tokens = pick.choice([1, 2, 5, 33, 130])
-        rows = tuple(sorted(pick.sample(range(tokens), pick.randrange(tokens + 1)))) if pick.random() < 0.4 else None
-        case = Case(
-            tokens,
-            pick.choice([72, 2880, 4096]),
-            pick.choice([torch.bfloat16, torch.float16]),
-            has_residual=pick.random() < 0.7,
-            post_norm=pick.random() < 0.4,
-            weight_offset=pick.choice([0.0, 1.0]),
-            bias=pick.random() < 0.4,
-            replicated=pick.random() < 0.5,
-            rows=rows,
-        )
+        case = random_case(pick, tokens, (torch.bfloat16, torch.float16))
         q = Quantised(case, pick.choice([None, 0.02]), pick.random() < 0.5, pick.randrange(3))
         with opened(tokens + 4, case.hidden, case.dtype, fp8_regions=1) as workspace:
             _run(q, workspace, seed + number)
