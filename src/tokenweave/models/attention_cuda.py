@@ -29,8 +29,8 @@ def attend_packed(
         queries: [tokens, heads, head_dim], each row's elements contiguous.
         keys, values: one layer's cache, [rows, kv_heads, head_dim]; values finite in every row, as
             :func:`tokenweave.models.kernels.rope_cache` leaves them.
-        held: SMs that another kernel holds meanwhile. FlashAttention-3 gives each of its blocks a first tile before they
-            start, the longest tiles first: one that waits for such an SM would end last.
+        held: SMs that another kernel holds meanwhile. FlashAttention-3 starts as many blocks as there are SMs: one that
+            waits for such an SM would begin when the others are nearly done.
 
     Returns:
         [tokens, heads, head_dim]; rows that belong to no sequence hold anything.

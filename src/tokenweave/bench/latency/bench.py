@@ -3,7 +3,8 @@
 A step is what the engine runs for one prompt: embedding, all layers, the final norm of the last row; not the vocabulary's
 projection, which is the same in every mode. Every variant is captured as one CUDA graph and timed in paired rounds, the
 slowest rank's time. A step of fewer layers than the model has is replayed as often as makes up for them, so that power and
-clocks are those of the model. ``no_comm`` removes the collectives and nothing else: 1.0 of it means that all communication is hidden.
+clocks are those of the model. ``no_comm`` removes the collectives and nothing else: 1.0 of it means that all communication
+is hidden.
 """
 
 from __future__ import annotations
