@@ -58,12 +58,13 @@ class Batch:
         self._random = torch.Generator(device).manual_seed(pick.getrandbits(32))
         self._pick, self._device, self._dtype = pick, device, dtype
         needed = sum(tokens for _, tokens in runs)
-        rows = needed + pick.randint(0, 5) if rows is None else rows
+        longest, length = max(tokens for _, tokens in runs), max(sum(run) for run in runs)
+        if rows is None:
+            rows = needed + pick.randint(0, 5) if longest > 1 else len(runs)
         cache = sum(context + tokens + 9 for context, tokens in runs) + 16 + spare
         # The queries lie beside other columns, as those of the fused projection do.
         self.queries = self._noise(rows, heads + 2 * kv_heads, size)[:, :heads]
         self.keys, self.values = self._noise(cache, kv_heads, size), self._noise(cache, kv_heads, size)
-        longest, length = max(tokens for _, tokens in runs), max(sum(run) for run in runs)
         empty = torch.zeros(len(runs) + 1, dtype=torch.int32, device=device)
         if most is None:
             most = longest + pick.choice([0, 1, 200]) if longest > 1 else 1
@@ -173,7 +174,7 @@ def replays_like_eager(
     """A graph of a batch, replayed with four others of as many sequences, all of whose lengths and places differ."""
     worst = 0.0
     for shape in ((16, 4, 128), (8, 8, 64)):
-        for make, count, most, rows in ((prompts, 11, 512, 3000), (decodes, 67, 1, 70)):
+        for make, count, most, rows in ((prompts, 11, 512, 3000), (decodes, 67, 1, 67)):
 
             def fill(make=make, count=count):
                 runs = make(pick)

@@ -193,7 +193,7 @@ def summary(table: Table, path: Path) -> str:
         f"driver {identity.driver}, torch {identity.torch}, cuBLAS {identity.cublas}, NCCL {identity.nccl}",
     ]
     if clocks := info.get("while_measuring"):
-        values = {name: value["median"] for name, value in clocks.items() if value}
+        values = {name: clocks[name]["median"] for name in ("sm_mhz", "power_w", "celsius") if clocks.get(name)}
         lines.append(", ".join(f"{name} {value:.0f}" for name, value in values.items()))
     if info.get("left_out"):
         lines.append(f"left out for lack of time: {', '.join(info['left_out'])}")
