@@ -18,7 +18,7 @@ from pathlib import Path
 
 from readme_tables import ROOT, TableError, rendered
 
-_PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOTHING = "No figures have been published here yet."
 
 

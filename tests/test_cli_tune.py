@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
+from tokenweave.bench.latency.report import plan_json
 from tokenweave.bench.launch import Rank
 from tokenweave.cli import tune as cli
 from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
 from tokenweave.cli.model import planner_of
 from tokenweave.planning import Planner, machine
+from tokenweave.planning.plan import Scheme, woven_plan
 from tokenweave.planning.profile import Profile
 from tokenweave.planning.profile_table import write_table
 from tokenweave.tuning import find
-from tokenweave.tuning.verify import MODES, TOKENS, checks, summary, text
+from tokenweave.tuning.verify import MODES, TOKENS, checks, summary, tables, text
 from tuning_cases import LLAMA, FakePieces, h200, setting_of, table_of
 
 MACHINE = h200()
@@ -98,7 +100,7 @@ def _result(planner, tokens, wrong_by, swept=False):
                 row |= {"variant": "torch two-shot", "ms": row["ms"] * 0.9}
             if mode == "woven" and swept:
                 result["sweep"].append({"tokens": n, "mode": "woven", "variant": "planned", "ms": row["ms"]})
-                row |= {"variant": "cut 64", "ms": row["ms"] * 0.8}
+                row |= {"variant": "cut 64", "ms": row["ms"] * 0.8}  # of the sweep's candidates the table has others
             result["rows"].append(row)
     return result
 
@@ -119,6 +121,23 @@ def test_predictions_are_compared_with_the_steps_that_they_are_of(swept):
     assert woven.winner == ("woven cut 64" if swept else "woven planned")
     shown = text(found)
     assert "-20.0%" in shown
+    result = _result(planner, (160, 3500), 1.25, swept) | {"config": {"model": "Llama-9", "layers": 4, "ranks": 2}}
+    if swept:
+        for ctas, ms in ((8, 2.0), (4, 3.0)):
+            plan = plan_json(woven_plan(1792, Scheme(ctas, 2, ("qkv", "gate_up"), late=ctas == 4), 132 - ctas))
+            entry = {"tokens": 3500, "mode": "woven", "variant": f"cut 1792 ctas {ctas}", "ms": ms, "plan": plan}
+            result["sweep"].append(entry)
+    made = tables(found, result)
+    assert [row[0] for row in made["verify-llama-9"]["rows"]] == [160, 3500]
+    assert "(-20.0%)" in made["verify-llama-9"]["rows"][1][2]
+    if swept:
+        assert made["schemes-llama-9"]["columns"][2:] == ["3500"]
+        assert made["schemes-llama-9"]["rows"] == [
+            ["8 / 2, qkv+gate_up told", "1.000", "1.00"],
+            ["4 / 2, qkv+gate_up told, late", "1.500", "1.50"],
+        ]
+    else:
+        assert len(made) == 1
     assert f"choice: median {sizes['choice']['median']:.1%}, largest {sizes['choice']['largest']:.1%}" in shown
     json.dumps([check.as_json() for check in found], allow_nan=False)
 

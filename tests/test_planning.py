@@ -23,6 +23,7 @@ from tokenweave.models import ModelConfig, builtin_names, read_config
 from tokenweave.planning import GPUS, Mode, Plan, Planner, gpu_by_name, plan
 from tokenweave.planning.batch import Batch, Run
 from tokenweave.planning.hardware import describe, local_gpu
+from tokenweave.planning.plan import FIRST_GEMMS, LATE_GEMMS
 from tokenweave.planning.planner import CHEAPER, GAIN, TIE
 from tokenweave.planning.waves import TILES, Gemm, Tile, even_cuts, gemm_sms, gemm_us, tile_time_us, waves
 
@@ -120,15 +121,14 @@ def test_the_chosen_cut_is_the_best_of_those_allowed(setup, tokens: int) -> None
     model = planner.model
     candidates = planner._candidates(one(tokens))
     assert candidates is not None
-    cuts, ctas, late, times = candidates
-    for held in {model.held(each) for each in model.ctas}:
-        (neutral,) = model.tiling.neutral_cuts(tokens, np.array([gemm_sms(model.gpu, held)]))
-        mine = cuts if ctas is None else cuts[ctas == held]
+    cuts, schemes, times = candidates
+    for index, scheme in enumerate(model.schemes):
+        (neutral,) = model.tiling.neutral_cuts(tokens, np.array([gemm_sms(model.gpu, model.held(scheme.ctas))]))
+        mine = cuts[schemes == index]
+        assert len(mine)
         assert set(mine) <= set(neutral if len(neutral) else even_cuts(tokens, model.gpu))
-    at_once, delayed = (model.woven_us(one(tokens), cuts, ctas, late=each) for each in (False, True))
-    assert times == pytest.approx(np.where(late, delayed, at_once))
-    if setup[1] != "cpu":
-        assert times == pytest.approx(np.minimum(delayed, at_once))
+    assert times == pytest.approx(model.woven_us(one(tokens), cuts, schemes))
+    assert any(scheme.late for scheme in model.schemes) == (setup[1] != "cpu")
     chosen_ms = planner.explain(tokens).predicted_ms["woven"]
     best = times[planner._cheap(tokens, cuts, times)].min()
     assert best <= chosen_ms * 1e3 * (1 + 1e-9) <= best * (1 + TIE) * (1 + 1e-9)
@@ -191,9 +191,8 @@ def test_no_plan_is_expected_to_be_slower_than_sequential(setup, tokens: int, co
         assert explained.plan.split is not None
         assert 0 < explained.plan.split < tokens
         assert times["woven"] < min(times["fused"], times["sequential"])
-        each = set(itertools.product(("qkv", "o", "gate_up", "down"), ("prefix", "suffix")))
-        if explained.plan.start_at:
-            each -= {("gate_up", "prefix"), ("gate_up", "suffix")}  # no collective runs beside it
+        beside = LATE_GEMMS if explained.plan.start_at else FIRST_GEMMS  # a collective
+        each = set(itertools.product(beside, ("prefix", "suffix")))
         assert set(explained.plan.gemm_sms) == (set() if setup[1] == "cpu" else each)  # a CPU has no SMs to give
     elif setup[1] != "cpu" and tokens > 1:
         assert times["woven"] >= GAIN * times[str(mode)] * (1 - 1e-9)
@@ -210,7 +209,7 @@ def test_more_work_is_never_cheaper(setup, tokens: int, more: int, context: int,
         assert model.unsplit_us(one(tokens, context + further), kind) >= base
     if tokens > 1:  # the same cut, a longer suffix
         cuts = even_cuts(tokens, model.gpu)
-        each = None if model.ctas == (None,) else np.full(len(cuts), model.ctas[-1])
+        each = np.full(len(cuts), len(model.schemes) - 1)
         shorter = model.woven_us(one(tokens, context), cuts, each)
         assert (model.woven_us(one(tokens + more, context), cuts, each) >= shorter * (1 - 1e-12)).all()
 

@@ -21,7 +21,8 @@ from tokenweave.planning.waves import attention_gemms, mlp_gemms
 from tuning_cases import LLAMA, FakePieces, h200, identity_of, setting_of, table_of
 
 MACHINE = h200()
-SETTING = setting_of(MACHINE, blocks=((2, 2), (8, 4), (12, 4)))
+SETTING = setting_of(MACHINE, blocks=((4, 2), (8, 2), (12, 4)))
+BLOCKS = (4, 8, 12)
 EXACT = Profile(table_of(FakePieces(MACHINE, factor=1.25), SETTING), LLAMA, MACHINE)
 NOISY_TABLE = table_of(FakePieces(MACHINE, noise=0.04), SETTING)
 NOISY = Profile(NOISY_TABLE, LLAMA, MACHINE)
@@ -84,14 +85,9 @@ def test_a_surface_never_falls_in_either_direction(points):
 def test_measured_times_come_back():
     """Exactly where nothing is smoothed: of a machine whose times never fall."""
     for point, us in EXACT.table.times.items():
-        if isinstance(point, GemmPoint) and not (point.target and point.ctas == 0):
+        if isinstance(point, GemmPoint):
             gemm = GEMMS[point.name]
-            got = EXACT.gemm_us(point.rows, gemm.n, gemm.k, sms=point.target, held=point.ctas)
-            best = EXACT._gemms[gemm.n, gemm.k, 1].targets(point.ctas)[0]
-            if point.target == best:
-                assert got == pytest.approx(us, rel=1e-9), point
-            else:  # known from a few rows: as much slower everywhere as there on average, never faster
-                assert got >= EXACT.gemm_us(point.rows, gemm.n, gemm.k, sms=best, held=point.ctas), point
+            assert EXACT.gemm_us(point.rows, gemm.n, gemm.k) == pytest.approx(us, rel=1e-9), point
         elif isinstance(point, CollectivePoint) and point.kind in ("alone", "beside"):
             got = EXACT.collective_us(point.tokens, LLAMA.hidden, point.ctas, alone=False)
             assert got == pytest.approx(us * (1.1 if point.kind == "alone" else 1.0), rel=1e-4), point
@@ -106,11 +102,9 @@ def test_measured_times_come_back():
 def test_between_the_points_a_distorted_machine_is_found_again(rows):
     """The table of a machine that is 1.25 times as slow describes just that machine, at rows that were not measured too."""
     for gemm in GEMMS.values():
-        for held, target in [(0, None), *((c, EXACT.sm_targets(c)[0]) for c in EXACT.ctas)]:
-            got = EXACT.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held)
-            true = 1.25 * MACHINE.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held)
-            assert got == pytest.approx(true, rel=0.05), (gemm, held, target)
-    for ctas in EXACT.ctas:
+        true = 1.25 * MACHINE.gemm_us(rows, gemm.n, gemm.k)
+        assert EXACT.gemm_us(rows, gemm.n, gemm.k) == pytest.approx(true, rel=0.05), gemm
+    for ctas in BLOCKS:
         true = 1.25 * 1.1 * MACHINE.collective_us(rows, LLAMA.hidden, ctas)
         assert EXACT.collective_us(rows, LLAMA.hidden, ctas) == pytest.approx(true, rel=0.1)
     reads, pairs = rows, rows * (rows + 1) / 2
@@ -122,11 +116,8 @@ def test_between_the_points_a_distorted_machine_is_found_again(rows):
 def test_nothing_falls_with_more_work():
     rows = np.arange(1, 20000, 37)
     for gemm in GEMMS.values():
-        for held in (0, *NOISY.ctas):
-            for target in NOISY.sm_targets(held):
-                us = NOISY.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held)
-                assert (np.diff(us) >= -1e-6).all(), (gemm, held, target)
-    for ctas in (None, *NOISY.ctas):
+        assert (np.diff(NOISY.gemm_us(rows, gemm.n, gemm.k)) >= -1e-6).all(), gemm
+    for ctas in (None, *BLOCKS):
         assert (np.diff(NOISY.collective_us(rows, LLAMA.hidden, ctas)) >= -1e-6).all()
     for us in (NOISY.norm_us(rows, LLAMA.hidden), NOISY.stream_us(rows * 1e5)):
         assert (np.diff(us) >= -1e-6).all()
@@ -151,9 +142,7 @@ def test_what_was_not_measured_follows_the_analytical_machine():
     assert head == pytest.approx(1.25 * MACHINE.gemm_us(64, 64128, 4096), rel=1e-6)
     assert EXACT.collective_us(512, 8192, 8) == MACHINE.collective_us(512, 8192, 8)
     six = EXACT.collective_us(4096, LLAMA.hidden, 6)
-    assert EXACT.collective_us(4096, LLAMA.hidden, 8) < six < EXACT.collective_us(4096, LLAMA.hidden, 2)
-    gemm = GEMMS["down"]
-    assert EXACT.gemm_us(4096, gemm.n, gemm.k, sms=126, held=6) >= EXACT.gemm_us(4096, gemm.n, gemm.k)
+    assert EXACT.collective_us(4096, LLAMA.hidden, 8) < six < EXACT.collective_us(4096, LLAMA.hidden, 4)
 
 
 def test_few_rows_of_a_fused_step_go_in_one_shot():
@@ -175,8 +164,7 @@ def test_a_planner_over_a_table_predicts_what_was_measured():
     for tokens in (1, 2, 100, 5000, 16384):
         plan = planner.plan(tokens)
         if plan.mode is Mode.WOVEN:
-            assert plan.ctas in NOISY.ctas
-            assert plan.cluster == NOISY.cluster(plan.ctas)
+            assert (plan.ctas, plan.cluster) in {(scheme.ctas, scheme.cluster) for scheme in NOISY.schemes}
 
 
 def test_signatures_tell_tables_and_machines_apart():
@@ -213,10 +201,11 @@ def test_predictions_are_put_right_by_whole_steps():
             ratio = (slower.unsplit_us(batch, kind) - head) / (plain.unsplit_us(batch, kind) - head)
             assert ratio == pytest.approx(1.08, rel=1e-6)
             assert parts.scale(kind, tokens) == 1.0
-        cuts, ctas, late = np.full(4, tokens // 2), np.array([8, 8, 2, 2]), np.array([True, False, True, False])
-        woven = [model.woven_us(batch, cuts, ctas, late) - head for model in (plain, slower)]
+        assert plain.schemes == slower.schemes
+        which = np.arange(len(plain.schemes))
+        woven = [model.woven_us(batch, np.full(len(which), tokens // 2), which) - head for model in (plain, slower)]
         assert woven[1] / woven[0] == pytest.approx(1.08, rel=1e-6)
-    step = next(point for point in tables[1.08].table.of(StepPoint) if (point.kind, point.tokens) == ("fused", 2048))
+    step = next(point for point in tables[1.08].table.of(StepPoint) if (point.mode, point.tokens) == ("fused", 2048))
     four = CostModel(dataclasses.replace(LLAMA, layers=step.layers), tables[1.08])
     measured, batch = tables[1.08].table.times[step], Batch(runs_of([(2048, 0)]))
     assert four.unsplit_us(batch, "fused") - four.head_us(1) == pytest.approx(measured), (
@@ -230,9 +219,10 @@ def test_predictions_are_put_right_by_whole_steps():
         StepPoint("faster", 256, 4),
         StepPoint("woven", 256, 4),
         StepPoint("fused", 256, 4, 128, 8),
+        StepPoint("fused", 256, 4, ctas=8),
         StepPoint("woven", 256, 4, 256, 8),
         StepPoint("woven", 256, 4, 128, 7),
-        StepPoint("woven", 256, 4, 128),
+        StepPoint("woven", 256, 4, 128, 8, told="qkv+head"),
         StepPoint("fused", 2**40, 4),
     ],
     ids=str,

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tokenweave.errors import ProfileError
-from tokenweave.planning.profile_points import KINDS, CollectivePoint, GemmPoint, OverheadPoint
+from tokenweave.planning.profile_points import KINDS, CollectivePoint, GemmPoint, OverheadPoint, StepPoint
 from tokenweave.planning.profile_table import Table, parse_table, read_table, table_text, write_table
 from tuning_cases import FakePieces, h200, identity_of, setting_of, table_of
 
@@ -16,7 +16,7 @@ SMALL = Table(
     identity_of(),
     {
         GemmPoint("qkv", 64): 5.25,
-        GemmPoint("qkv", 64, 8, 124): 6.0,
+        StepPoint("woven", 256, 4, 128, 8, 2, "qkv+gate_up", True): 600.0,
         CollectivePoint("alone", 64, 8, 4): 9.5,
         OverheadPoint("kernel"): 1.5,
     },
@@ -102,7 +102,7 @@ def test_other_files_are_refused_by_what_they_are(tmp_path):
     for text in ("[]", "{}", '{"format": "gguf"}', '"tokenweave profile"'):
         with pytest.raises(ProfileError, match="no table of measured times"):
             parse_table(text, "file")
-    with pytest.raises(ProfileError, match="version 99 of the format, this program reads 2"):
+    with pytest.raises(ProfileError, match="version 99 of the format, this program reads 3"):
         parse_table(_resealed(lambda c: c.update(version=99)), "file")
     with pytest.raises(ProfileError, match="there is no such file; `tokenweave tune` makes one"):
         read_table(tmp_path / "none.json")

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tokenweave.errors import ProfileError, RequestError
 from tokenweave.planning import Planner
-from tokenweave.planning.plan import GEMMS
-from tokenweave.planning.profile_points import CollectivePoint, GemmPoint
+from tokenweave.planning.machine import machine_of
+from tokenweave.planning.plan import GEMMS, Scheme
+from tokenweave.planning.profile_points import CollectivePoint, GemmPoint, StepPoint
 from tokenweave.planning.profile_table import Table, read_table, write_table
 from tokenweave.tuning import find
 from tokenweave.tuning.find import agreed_profile, profile_path
 from tokenweave.tuning.identity import driver_version
 from tokenweave.tuning.run import partial_path, progress_bar, tune
-from tokenweave.tuning.schedule import PHASES, TARGET_ROWS, best_target, planned, steps
+from tokenweave.tuning.schedule import KEPT_SCHEMES, PHASES, TRIED_TOKENS, kept_schemes, planned, steps
 from tokenweave.tuning.tuner import Tuner
 from tuning_cases import LLAMA, FakeClock, FakePieces, h200, identity_of, setting_of, table_of
 
@@ -49,17 +50,14 @@ def test_everything_is_measured_once_at_first_in_what_matters_most():
     assert abs(len(times) - planned(SETTING)) <= 0.06 * len(times), "the bar's total is about right"
     assert told[-1] == (len(times), len(times), "done")
     assert [done for done, _, _ in told[:-1]] == list(range(len(times)))
-    free = {
-        name: [p.rows for p in times if isinstance(p, GemmPoint) and p.name == name and not p.ctas] for name in GEMMS
-    }
-    for rows in free.values():
-        assert {1, 64, 128, 2048, 4096, 16384} <= set(rows)
+    for name in GEMMS:
+        rows = [p.rows for p in times if isinstance(p, GemmPoint) and p.name == name]
+        assert {1, 64, 96, 128, 2048, 4096, 16384} <= set(rows)
     for ctas, cluster in SETTING.blocks:
         assert CollectivePoint("alone", 16384, ctas, cluster) in times
         assert CollectivePoint("beside", 1280, ctas, cluster) in times
-        for name in GEMMS:
-            told_of = {p.target for p in times if isinstance(p, GemmPoint) and p.name == name and p.ctas == ctas}
-            assert {None, 132 - ctas} <= told_of
+    for mode in ("sequential", "fused", "no_comm"):
+        assert {1, 64, 96, 1024, 1536, 12288, 16384} <= {p.tokens for p in _steps(times, mode)}
 
 
 def test_the_points_fit_into_the_time_that_the_tuner_has():
@@ -73,24 +71,45 @@ def test_short_steps_need_fewer_points():
     table_of(FakePieces(MACHINE), small)
 
 
-def test_the_best_target_of_each_gemm_is_measured_in_full():
-    """The third target is made the fastest, for one GEMM beside one collective."""
+def _steps(times, mode):
+    return [p for p in times if isinstance(p, StepPoint) and p.mode == mode]
+
+
+def test_the_best_schemes_are_measured_at_every_size_the_others_at_few():
+    """The best is one that is the fastest nowhere but at one size, where it is by far."""
+    odd = Scheme(8)
 
     class Odd(FakePieces):
         def true_us(self, point):
             us = super().true_us(point)
-            if isinstance(point, GemmPoint) and (point.name, point.ctas, point.target) == ("o", 8, 120):
-                us *= 0.5
+            if isinstance(point, StepPoint) and point.mode == "woven":
+                us *= 0.5 if (point.scheme, point.tokens) == (odd, 4096) else 1.0
             return us
 
-    times = _tuner(Odd(MACHINE)).run()
-    assert best_target(SETTING, times, "o", 8) == 120
-    rows = {
-        target: len([p for p in times if isinstance(p, GemmPoint) and (p.name, p.ctas, p.target) == ("o", 8, target)])
-        for target in SETTING.targets(8)
+    assert len(SETTING.schemes) == 6, "of 4 and 8 blocks; 2 are too few"
+    assert {(s.ctas, s.cluster, s.told, s.late) for s in SETTING.schemes} >= {
+        (8, 2, ("qkv", "gate_up"), False),
+        (8, None, (), False),
+        (4, 2, ("qkv", "down"), True),
     }
-    assert rows[120] > 20
-    assert rows[124] == rows[None] == len(TARGET_ROWS)
+    times = _tuner(Odd(MACHINE)).run()
+    kept = kept_schemes(SETTING, times)
+    assert len(kept) == KEPT_SCHEMES
+    assert odd in kept[:2]
+    for scheme in SETTING.schemes:
+        sizes = {p.tokens for p in _steps(times, "woven") if p.scheme == scheme}
+        assert sizes == set(TRIED_TOKENS) if scheme not in kept else {128, 192, 1024, 12288, 16384} <= sizes
+    planner = Planner(LLAMA, costs=_profile(times), mode="woven")
+    assert set(planner.model.schemes) == set(kept)
+    assert (planner.plan(4096).ctas, planner.plan(4096).cluster, planner.plan(4096).gemm_sms) == (8, None, {})
+    assert (planner.plan(1024).ctas, planner.plan(1024).cluster) != (8, None)
+
+
+def test_a_transport_without_a_choice_of_blocks_has_two_schemes():
+    setting = setting_of(MACHINE, blocks=(), oneshot_rows=0)
+    assert setting.schemes == (Scheme(told=("qkv", "gate_up")), Scheme())
+    table = table_of(FakePieces(machine_of("h200", 2, "torch")), setting)
+    assert {p.scheme for p in table.of(StepPoint) if p.split} == set(setting.schemes)
 
 
 def test_mixtures_are_measured_by_rows_of_an_expert():
@@ -162,7 +181,7 @@ def test_ranks_measure_the_same_points_and_the_slowest_counts(tmp_path):
 
 def test_ranks_run_out_of_time_together(tmp_path):
     """Rank 1's clock goes twice as fast."""
-    (first, asked, _), (_, other_asked, _) = run_ranks(2, _run, tmp_path / "table.json", 7.0)
+    (first, asked, _), (_, other_asked, _) = run_ranks(2, _run, tmp_path / "table.json", 3.0)
     assert asked == other_asked
     assert read_table(tmp_path / "table.json").info == {"left_out": OPTIONAL}
     assert len(first) < planned(setting_of(MACHINE, max_tokens=1024))

@@ -19,7 +19,7 @@ from tokenweave.collective import torch_backend
 from tokenweave.models import model as model_module
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.machine import machine_of
-from tokenweave.planning.profile_points import GemmPoint, OverheadPoint
+from tokenweave.planning.profile_points import OverheadPoint, StepPoint
 from tokenweave.tuning import chains, gpu, rig
 from tokenweave.tuning.schedule import PHASES, Setting
 from tokenweave.tuning.tuner import Tuner
@@ -159,7 +159,7 @@ def _no_gpu():
             "MIN_CALLS": 2,
             "WARM_SECONDS": 1e-9,
             "SAMPLE_SECONDS": 1e-9,
-            "cover_us": lambda us: us,
+            "_cover_us": lambda us: us,
         },
         gpu: {
             "attend_packed": _attend,
@@ -168,7 +168,6 @@ def _no_gpu():
             "sm_budget": budget,
             "fused_allreduce_rmsnorm": _fused,
             "check": lambda workspace: None,
-            "cover_us": lambda us: us,
             "MAX_POSITIONS": 1 << 12,
         },
         rig: {"MAX_POSITIONS": 1 << 12},
@@ -216,9 +215,10 @@ def test_every_point_of_the_schedule_is_measured_alike_on_all_ranks(config):
         "layer_host",
         "woven_layer_host",
     }
-    targets = {point.target for point in points if isinstance(point, GemmPoint)}
-    assert {None, 128, 124, 120} <= targets
-    assert targets <= set(budgets), "the library is told of every target that is in the table"
+    schemes = {point.scheme for point in points if isinstance(point, StepPoint) and point.split}
+    assert len(schemes) == 4
+    assert {scheme.ctas for scheme in schemes} == {4, 8}
+    assert {None, 128, 124} == set(budgets), "the library is told of what schemes leave"
     assert asked == other_asked
     assert (64, "replicated", None, None) in asked
     assert {(512, "sharded", 4, 4), (512, "sharded", 8, None)} <= set(asked)

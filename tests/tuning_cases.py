@@ -39,8 +39,6 @@ LLAMA = ModelConfig(
 
 def setting_of(machine, max_tokens=16384, **changes):
     given = {
-        "sms": machine.gpu.sms,
-        "gemm_cluster": machine.gpu.gemm_cluster,
         "max_tokens": max_tokens,
         "experts": 1,
         "experts_per_token": 1,
@@ -106,7 +104,7 @@ class FakePieces:
         machine, config = self.machine, self.config
         if isinstance(point, GemmPoint):
             gemm = self.gemms[point.name]
-            us = machine.gemm_us(point.rows, gemm.n, gemm.k, sms=point.target, held=point.ctas, experts=gemm.experts)
+            us = machine.gemm_us(point.rows, gemm.n, gemm.k, experts=gemm.experts)
         elif isinstance(point, CollectivePoint):
             ctas = point.ctas or 16
             us = machine.collective_us(point.tokens, config.hidden, ctas)
@@ -134,10 +132,13 @@ class FakePieces:
         model = _cost_model(dataclasses.replace(self.config, layers=point.layers), self.machine)
         batch = Batch(runs_of([(point.tokens, 0)]))
         if point.split is None:
-            us = model.unsplit_us(batch, point.kind)
+            us = model.unsplit_us(batch, point.mode)
         else:
-            ctas = np.array([point.ctas]) if point.ctas else None
-            us = float(model.woven_us(batch, np.array([point.split]), ctas, point.kind == "woven late")[0])
+            scheme = point.scheme
+            alike = [s for s in model.schemes if s.late == scheme.late]
+            which = model.schemes.index(min(alike, key=lambda s: abs((s.ctas or 0) - (scheme.ctas or 0))))
+            us = float(model.woven_us(batch, np.array([point.split]), np.array([which]))[0])
+            us *= 1.0 if scheme.told else 1.3
         return us - model.head_us(batch.sampled)
 
     def _stream(self, point):

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=60,
+        default=68,
         help="of measuring; then the finest steps are left out (default %(default)s)",
     )
     parser.add_argument(
@@ -131,7 +131,7 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
     from tokenweave.bench.result import write_result
     from tokenweave.models import read_config
     from tokenweave.models.dummy import dummy_model
-    from tokenweave.tuning.verify import MODES, checks, summary, text
+    from tokenweave.tuning.verify import MODES, checks, summary, tables, text
 
     config = dataclasses.replace(read_config(args.model), layers=args.layers)
     planners: list[Planner] = []
@@ -159,8 +159,9 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
     found = checks(result, planners[0])
     print(text(found), flush=True)
     if args.json is not None:
-        kept = {"checks": [check.as_json() for check in found], "summary": summary(found)}
+        kept: dict[str, Any] = {"checks": [check.as_json() for check in found], "summary": summary(found)}
         kept |= {key: result[key] for key in ("environment", "config", "sweep", "rows", "wrong")}
+        kept["machine"], kept["tables"] = result.get("machine"), tables(found, result)
         write_result(kept, args.json)
     return 0
 

@@ -14,7 +14,8 @@ from tokenweave.models.sharding import shard_of
 from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.machine import Costs
 from tokenweave.planning.makespan import Block, Part, makespan
-from tokenweave.planning.waves import BYTES, Gemm, Tiling, attention_gemms, mlp_gemms, row_step
+from tokenweave.planning.plan import Scheme
+from tokenweave.planning.waves import BYTES, Gemm, Tiling, attention_gemms, gemm_sms, mlp_gemms, row_step
 
 MOST_TOKENS = 2**22  # of a step: as far as the tables reach; no GPU holds more at once
 STEPPED_TOKENS = 16384  # up to here the tables have a column for every row step, beyond so many for every doubling:
@@ -37,7 +38,7 @@ class CostModel:
     Attributes:
         gemms: qkv, o, gate_up, down.
         tiling: their tiles and waves.
-        ctas: thread blocks to choose from for the fused collective; (None,) where there is no choice.
+        schemes: to choose from for woven steps.
 
     Raises:
         ModelError: more ranks than query heads.
@@ -45,7 +46,7 @@ class CostModel:
 
     def __init__(self, config: ModelConfig, costs: Costs) -> None:
         self.config, self.costs = config, costs
-        self.gpu, self.tp, self.transport, self.ctas = costs.gpu, costs.tp, costs.transport, costs.ctas
+        self.gpu, self.tp, self.transport, self.schemes = costs.gpu, costs.tp, costs.transport, costs.schemes
         attention, (gate_up, down) = attention_gemms(config, self.tp), mlp_gemms(config, self.tp)
         self._pieces = {"attention": attention, "gate_up": (gate_up,), "down": (down,)}
         self.gemms = (*attention, gate_up, down)
@@ -56,9 +57,12 @@ class CostModel:
         self._rope_bytes = 2 * BYTES * (self._query + 2 * self._kv)
         self._activation_bytes = 3 * BYTES * shard.intermediate.size * max(1, config.experts_per_token)
         self._head = Gemm("head", shard.vocab.size, config.hidden)
-        self._held = sorted({0} | {costs.held(ctas) for ctas in self.ctas})
-        self._all_ctas = [ctas or 0 for ctas in self.ctas]
-        self._targets: dict[tuple[str, int], list[int | None]] = {}
+        # Of each scheme: SMs held, whether collectives start late, and the row of ``_sends``.
+        self._scheme_held = np.array([costs.held(scheme.ctas) for scheme in self.schemes])
+        self._scheme_late = np.array([scheme.late for scheme in self.schemes])
+        self._ctas = list(dict.fromkeys(scheme.ctas for scheme in self.schemes))
+        self._scheme_send = np.array([self._ctas.index(scheme.ctas) for scheme in self.schemes])
+        self._held = sorted({0, *self._scheme_held.tolist()})
         self._tables: dict[str, np.ndarray] = {}
         self._tabulate()
         # A plan asks for the same few of these several times.
@@ -70,9 +74,10 @@ class CostModel:
         """SMs that GEMMs lose while a fused collective of ``ctas`` CTAs is in flight."""
         return self.costs.held(ctas)
 
-    def gemm_sms(self, gemm: str, rows: int, ctas: int | None) -> int | None:
-        """The SM target of a GEMM of so many rows beside such a collective; None: plan for all SMs."""
-        return self._targets[gemm, self.held(ctas)][int(self._rows.searchsorted(rows))]
+    def left(self, ctas: int | None) -> int | None:
+        """SMs that such a collective leaves to GEMMs; None where it holds none."""
+        held = self.held(ctas)
+        return int(gemm_sms(self.gpu, held)) if held else None
 
     def _tabulate(self) -> None:
         """us by rows: one column for every row up to a row step, then for row steps, then for equal ratios.
@@ -93,19 +98,18 @@ class CostModel:
             table = np.zeros((2, len(self._held), len(rows)))
             for gemm in gemms:
                 for index, held in enumerate(self._held):
-                    alone, beside, targets = self._gemm_table(gemm, rows, held)
+                    alone, beside = self._gemm_table(gemm, rows, held)
                     table[0, index] += alone
                     table[1, index] += beside
-                    self._targets[gemm.name, held] = targets
                     self._alone += 0 if held else alone
             if streamed[piece]:
                 table += costs.stream_us(rows * streamed[piece])
             self._tables[piece] = table + costs.runtime.gap_us * launches[piece]
-        self._sends = np.stack([costs.collective_us(rows, self.config.hidden, ctas) for ctas in self.ctas])
+        self._sends = np.stack([costs.collective_us(rows, self.config.hidden, ctas) for ctas in self._ctas])
         self._sends += costs.runtime.gap_us * END_LAUNCHES["fused"]
 
-    def _gemm_table(self, gemm: Gemm, rows: np.ndarray, held: int) -> tuple[np.ndarray, np.ndarray, list[int | None]]:
-        """us alone and beside ``held`` SMs for each number of rows, in the SM target that is fastest beside them; that target."""
+    def _gemm_table(self, gemm: Gemm, rows: np.ndarray, held: int) -> tuple[np.ndarray, np.ndarray]:
+        """us for each number of rows, told of what ``held`` SMs leave: alone, and beside them."""
         used = np.minimum(max(1, gemm.experts), np.maximum(1, rows * gemm.experts_per_token))
         each = gemm.rows(rows)
 
@@ -116,13 +120,11 @@ class CostModel:
                 many[of] = self.costs.gemm_us(each[of], gemm.n, gemm.k, sms=target, held=busy, experts=int(experts))
             return many
 
-        targets = self.costs.sm_targets(held)
-        beside = np.stack([us(target, held) for target in targets])
-        best = beside.argmin(axis=0)
-        alone = beside if not held else np.stack([us(target, 0) for target in targets])
-        pick = np.arange(len(rows))
-        slowest = np.maximum(alone[best, pick], beside[best, pick])  # never faster beside a collective than alone
-        return alone[best, pick], slowest, [targets[i] for i in best]
+        if not held:
+            return (free := us(None, 0)), free
+        left = int(gemm_sms(self.gpu, held))
+        alone = us(left, 0)
+        return alone, np.maximum(alone, us(left, held))  # never faster beside a collective than alone
 
     def _column(self, rows: Any) -> tuple[Any, Any]:
         """The first column that has as many rows; what share of the way back to the one before it ``rows`` lie."""
@@ -169,7 +171,7 @@ class CostModel:
         return parts[0] + parts[1] - parts[2]
 
     def _sends_us(self, rows: np.ndarray, which: np.ndarray) -> np.ndarray:
-        """us of fused collectives beside other work, by their index in ``ctas``."""
+        """us of fused collectives beside other work, by their row in ``_sends``."""
         return self._between(self._sends, which, *self._column(rows))
 
     def _whole_us(self, batch: Batch) -> tuple[float, float, float]:
@@ -232,27 +234,25 @@ class CostModel:
         """us of one fused collective of ``tokens`` rows; with nothing beside it where no ``ctas`` are given."""
         return self.costs.collective_us(tokens, self.config.hidden, ctas, alone=ctas is None)
 
-    def woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None, late: Any = False) -> np.ndarray:
-        """us of a woven step for each (prefix length, CTAs of the collective, late start): float64 [n].
+    def woven_us(self, batch: Batch, cuts: np.ndarray, schemes: np.ndarray) -> np.ndarray:
+        """us of a woven step for each (prefix length, scheme): float64 [n].
 
         Args:
-            cuts, ctas: int64 [n]; ``ctas`` None where the transport has no such choice.
-            late: bool or bool [n], as :meth:`stage_us`.
+            cuts: int64 [n]. schemes: int64 [n], indices of :attr:`schemes`.
         """
-        scale = np.where(late, self.scale("woven late", batch.tokens), self.scale("woven", batch.tokens))
-        us = self._woven_us(batch, cuts, ctas, late, self.config.layers) * scale
+        scales = np.array([self.scale(scheme, batch.tokens) for scheme in self.schemes])
+        us = self._woven_us(batch, cuts, schemes, self.config.layers) * scales[schemes]
         return np.maximum(us, self._launched_us(2, "fused")) + self.head_us(batch.sampled)
 
-    def _woven_us(self, batch: Batch, cuts: np.ndarray, ctas: np.ndarray | None, late: Any, layers: int) -> Any:
+    def _woven_us(self, batch: Batch, cuts: np.ndarray, schemes: np.ndarray, layers: int) -> Any:
         """Of so many layers, as the parts have it."""
         sampled = batch.sampled
         lengths = np.stack([cuts, batch.tokens - cuts])
         # A chunk that is cut has its context read by both halves; the suffix's reads are at least the rest.
         first, every = batch.attention(cuts), batch.total_attention
         pairs, reads = (np.stack([first[i], every[i] - first[i]]) for i in (0, 1))
-        held = self.held(None) if ctas is None else ctas
+        held, late, which = (of[schemes] for of in (self._scheme_held, self._scheme_late, self._scheme_send))
         attention, mlp = self.stage_us(lengths, (pairs, reads), held, late)
-        which = np.zeros_like(cuts) if ctas is None else np.searchsorted(self._all_ctas, ctas)
         send, embed = self._sends_us(lengths, which), self._embed_us(lengths)
         # The last stage sends the sampled rows alone, the last of each sequence: counted with the suffix.
         nothing, last = self._sends_us(np.array([[0], [sampled]]), which)
@@ -270,31 +270,33 @@ class CostModel:
         ]
         return makespan(blocks)
 
-    def scale(self, kind: str, tokens: int) -> float:
+    def scale(self, kind: str | Scheme, tokens: int) -> float:
         """How often measured steps of so many tokens take the time that their parts have together.
 
-        Parts are measured in short chains. Whole steps draw more power for longer, and under a power limit their clocks are
-        lower; the more so the more of them runs at once.
+        Parts are measured in short chains, one at a time. Whole steps draw more power for longer, and under a power limit
+        their clocks are lower; and what runs beside a collective is slower by what its scheme costs.
 
         Args:
-            kind: of a step, as :class:`tokenweave.planning.profile_points.StepPoint`'s. One that was not measured scales as 1.
+            kind: ``"sequential"``, ``"fused"``, ``"no_comm"``, or a woven step's scheme. One that was not measured scales as 1.
         """
         if (known := self._scales.get(kind)) is None:
             return 1.0
         return float(np.interp(math.log(tokens), *known))
 
-    def _measured_scales(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def _measured_scales(self) -> dict[str | Scheme, tuple[np.ndarray, np.ndarray]]:
         """Kind -> logarithms of tokens, ascending, and the scales there: float64 [n] each."""
-        found: dict[str, dict[int, float]] = {}
+        found: dict[str | Scheme, dict[int, float]] = {}
         for point, us in self.costs.steps.items():
             batch = Batch(runs_of([(point.tokens, 0)]))
             if point.split is None:
-                parts = self._unsplit_us(batch, point.kind, point.layers)
+                kind: str | Scheme = point.mode
+                parts = self._unsplit_us(batch, point.mode, point.layers)
+            elif (kind := point.scheme) in self.schemes:
+                which = np.array([self.schemes.index(kind)])
+                parts = float(self._woven_us(batch, np.array([point.split]), which, point.layers)[0])
             else:
-                ctas = np.array([point.ctas]) if point.ctas else None
-                late = point.kind == "woven late"
-                parts = float(self._woven_us(batch, np.array([point.split]), ctas, late, point.layers)[0])
-            found.setdefault(point.kind, {})[point.tokens] = us / parts
+                continue
+            found.setdefault(kind, {})[point.tokens] = us / parts
         return {
             kind: (np.log(sorted(scales)), np.array([scales[tokens] for tokens in sorted(scales)]))
             for kind, scales in found.items()

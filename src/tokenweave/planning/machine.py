@@ -13,6 +13,7 @@ import numpy as np
 from tokenweave.errors import RequestError
 from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
+from tokenweave.planning.plan import FIRST_GEMMS, LATE_GEMMS, Scheme
 from tokenweave.planning.profile_points import StepPoint
 from tokenweave.planning.runtime import GRAPH, Runtime
 
@@ -53,8 +54,8 @@ class Costs(Protocol):
     def runtime(self) -> Runtime: ...
 
     @property
-    def ctas(self) -> tuple[int | None, ...]:
-        """Thread blocks of the fused collective to choose from; (None,) where there is no choice."""
+    def schemes(self) -> tuple[Scheme, ...]:
+        """How woven steps may share the GPU; at least one."""
 
     @property
     def signature(self) -> str:
@@ -68,14 +69,8 @@ class Costs(Protocol):
     def steps(self) -> Mapping[StepPoint, float]:
         """us of whole steps, by which the sums of their parts are put right; empty where there is nothing to put right."""
 
-    def cluster(self, ctas: int | None) -> int | None:
-        """Thread blocks per cluster to launch such a collective in; None for no clusters."""
-
     def held(self, ctas: int | None) -> int:
-        """SMs that other kernels lose while such a collective is in flight."""
-
-    def sm_targets(self, held: int) -> tuple[int | None, ...]:
-        """SM targets worth giving a GEMM beside ``held`` busy SMs; None: the library plans for all SMs."""
+        """SMs that other kernels lose while a fused collective of so many thread blocks is in flight."""
 
     def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
         """``[m, k] x [k, n]``, for each of ``experts``, told of ``sms`` SMs while ``held`` others are busy."""
@@ -125,7 +120,18 @@ class Machine:
 
     @property
     def ctas(self) -> tuple[int | None, ...]:
+        """Thread blocks of the fused collective to choose from; (None,) where there is no choice."""
         return comm.cta_choices(self.transport, self.gpu, self.tp)
+
+    @cached_property
+    def schemes(self) -> tuple[Scheme, ...]:
+        found = []
+        for ctas in self.ctas:
+            held, cluster = self.held(ctas), self.cluster(ctas)
+            found.append(Scheme(ctas, cluster, FIRST_GEMMS if held else ()))
+            if held:
+                found.append(Scheme(ctas, cluster, LATE_GEMMS, late=True))
+        return tuple(found)
 
     @cached_property
     def signature(self) -> str:
@@ -140,13 +146,11 @@ class Machine:
         return f"the {self.gpu.name}'s data sheet"
 
     def cluster(self, ctas: int | None) -> int | None:
+        """Thread blocks per cluster to launch such a collective in; None for no clusters."""
         return comm.cluster(ctas, self.gpu)
 
     def held(self, ctas: int | None) -> int:
         return comm.held_sms(ctas, self.gpu, self.tp)
-
-    def sm_targets(self, held: int) -> tuple[int | None, ...]:
-        return (int(gemms.gemm_sms(self.gpu, held)),) if held else (None,)
 
     def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
         us = gemms.gemm_us(m, n, k, self.gpu, sms=sms, held=held, experts=experts)

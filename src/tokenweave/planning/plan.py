@@ -24,8 +24,30 @@ GEMMS = ("qkv", "o", "gate_up", "down")
 POINTS = ("qkv", "attention", "o", "gate_up", "activation", "down")
 """Where a compute says that it has come to: just before each of its GEMMs, attention, and the MLP's activation."""
 
+FIRST_GEMMS = ("qkv", "gate_up")
+"""Of a stage: what runs beside a collective that starts at once. It is over, as a rule, before o and down begin."""
+
 LATE = ("qkv", "activation")
 """Points at which collectives start that let gate_up pass, which loses most to SMs that others hold."""
+
+LATE_GEMMS = ("qkv", "down")
+"""What runs beside such collectives."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the splits of a woven step share the GPU.
+
+    Attributes:
+        ctas, cluster: of the collectives, as :class:`Plan`'s.
+        told: of :data:`GEMMS`, those that are told of the SMs that a collective leaves; the others plan for all.
+        late: collectives start at :data:`LATE`, and not at once.
+    """
+
+    ctas: int | None = None
+    cluster: int | None = None
+    told: tuple[str, ...] = ()
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,24 +91,16 @@ class Plan:
         return self.mode, self.ctas, self.cluster, tuple(sorted(self.gemm_sms.items())), self.start_at
 
 
-def woven_plan(
-    split: int,
-    ctas: int | None,
-    cluster: int | None,
-    sms: Mapping[tuple[str, str], int | None],
-    *,
-    late: bool = False,
-) -> Plan:
-    """A woven plan whose GEMMs are told of the SMs that the collective leaves them.
+def woven_plan(split: int, scheme: Scheme, left: int | None) -> Plan:
+    """The plan of a woven step.
 
     Args:
-        split, ctas, cluster: as :class:`Plan`'s.
-        sms: as its ``gemm_sms``; None: not told.
-        late: collectives start at :data:`LATE`; a gate_up, which nothing runs beside then, is not told.
+        split: rows of the prefix.
+        left: SMs that the collective leaves to GEMMs; None where it holds none.
     """
-    told = {key: left for key, left in sms.items() if left is not None and not (late and key[0] == "gate_up")}
-    start_at = frozenset(LATE if late else ())
-    return Plan(Mode.WOVEN, split=split, ctas=ctas, cluster=cluster, gemm_sms=told, start_at=start_at)
+    told = {(gemm, part): left for gemm in scheme.told for part in ("prefix", "suffix") if left is not None}
+    start_at = frozenset(LATE if scheme.late else ())
+    return Plan(Mode.WOVEN, split, scheme.ctas, scheme.cluster, told, start_at)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tokenweave.planning.cost import MOST_TOKENS, CostModel
 from tokenweave.planning.explanation import Cut, Explanation, Waves
 from tokenweave.planning.hardware import Gpu
 from tokenweave.planning.machine import Costs, Machine, machine_of
-from tokenweave.planning.plan import Mode, Plan, StepTimes, woven_plan
+from tokenweave.planning.plan import Mode, Plan, Scheme, StepTimes, woven_plan
 from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
 # A woven step must promise to take at most this share of the best other mode's time: the model's own error.
@@ -34,11 +34,10 @@ SHOWN_CUTS = 5
 
 @dataclass(frozen=True)
 class _Woven:
-    """The best cut of a batch: what a :class:`Plan` needs, and its predicted time. ``late``: collectives let gate_up pass."""
+    """The best cut of a batch: what a :class:`Plan` needs, and its predicted time."""
 
     cut: int
-    ctas: int | None
-    late: bool
+    scheme: Scheme
     us: float
 
 
@@ -130,7 +129,7 @@ class Planner:
         return Explanation(
             tokens,
             plan,
-            None if woven is None else self._woven_plan(tokens, woven),
+            None if woven is None else self._woven_plan(woven),
             self._waves(tokens, plan),
             {name: us / 1e3 for name, us in times.items()},
             self._reason(plan, asked, woven, times, allow_woven),
@@ -181,7 +180,7 @@ class Planner:
             return fused
         if mode is Mode.WOVEN:
             woven = self._best_woven(batch) if allow_woven else None
-            return fused if woven is None else self._woven_plan(batch.tokens, woven)
+            return fused if woven is None else self._woven_plan(woven)
         woven = self._best_woven(batch) if allow_woven and self.model.tp > 1 else None
         best = self._best_mode(
             self.model.unsplit_us(batch, "sequential"),
@@ -189,32 +188,24 @@ class Planner:
             None if woven is None else woven.us,
         )
         if woven is not None and best is Mode.WOVEN:
-            return self._woven_plan(batch.tokens, woven)
+            return self._woven_plan(woven)
         return fused if best is Mode.FUSED else Plan(Mode.SEQUENTIAL)
 
-    def _candidates(self, batch: Batch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray] | None:
-        """(cuts, CTAs, late, predicted us), int64, bool and float64 [n]; no CTAs where there is no choice. None for a single
-        row.
+    def _candidates(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """(cuts, indices of the model's schemes, predicted us), int64 and float64 [n]. None for a single row.
 
-        For each number of CTAs, only cuts whose halves need no more waves than the whole are considered where the batch
-        has any such cut, else evenly spaced ones. Measured GEMM times make counting waves needless. Collectives start late
-        wherever that is faster.
+        For each scheme, only cuts whose halves need no more waves than the whole are considered where the batch has any
+        such cut, else evenly spaced ones. Measured GEMM times make counting waves needless.
         """
         model, tokens = self.model, batch.tokens
         if not len(others := even_cuts(tokens, model.gpu)):
             return None
-        sms = np.array([gemm_sms(model.gpu, model.held(ctas)) for ctas in model.ctas])
+        sms = np.array([gemm_sms(model.gpu, model.held(scheme.ctas)) for scheme in model.schemes])
         neutral = [others[:0]] * len(sms) if model.costs.measured else model.tiling.neutral_cuts(tokens, sms)
         allowed = [cuts if len(cuts) else others for cuts in neutral]
         cuts = np.concatenate(allowed)
-        ctas = np.repeat(np.array([ctas or 0 for ctas in model.ctas]), [len(cuts) for cuts in allowed])
-        each = None if model.ctas == (None,) else ctas
-        if not any(model.held(ctas) for ctas in model.ctas):
-            return cuts, each, np.zeros(len(cuts), dtype=bool), model.woven_us(batch, cuts, each)
-        late = np.repeat([False, True], len(cuts))
-        times = model.woven_us(batch, np.tile(cuts, 2), None if each is None else np.tile(each, 2), late)
-        at_once, delayed = times.reshape(2, -1)
-        return cuts, each, delayed < at_once, np.minimum(at_once, delayed)
+        schemes = np.repeat(np.arange(len(sms)), [len(cuts) for cuts in allowed])
+        return cuts, schemes, model.woven_us(batch, cuts, schemes)
 
     def _cheap(self, tokens: int, cuts: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Which cuts cost the GEMMs no more than an equal one does; of those, the ones that cost at most half as much (or the
@@ -230,25 +221,24 @@ class Planner:
         return half if half.any() and times[half].min() <= times[cheap].min() * CHEAPER else cheap
 
     def _best_woven(self, batch: Batch) -> _Woven | None:
-        """The best cut and CTAs: the shortest makespan (see TIE). None for a single row."""
+        """The best cut and scheme: the shortest makespan (see TIE). None for a single row."""
         if (candidates := self._candidates(batch)) is None:
             return None
-        cuts, ctas, late, times = candidates
+        cuts, schemes, times = candidates
         times = np.where(self._cheap(batch.tokens, cuts, times), times, np.inf)
         close = np.nonzero(times <= times.min() * (1 + TIE))[0]
-        best = close[abs(2 * cuts[close] - batch.tokens).argmin()]
-        blocks = None if ctas is None else int(ctas[best])
-        return _Woven(int(cuts[best]), blocks, bool(late[best]), float(times[best]))
+        best = close[np.lexsort((times[close], abs(2 * cuts[close] - batch.tokens)))[0]]
+        return _Woven(int(cuts[best]), self.model.schemes[schemes[best]], float(times[best]))
 
     def _best_cuts(self, batch: Batch) -> tuple[Cut, ...]:
-        """The fastest few, each with its best CTAs; those that rule 3 of docs/planning.md drops come last."""
+        """The fastest few, each in its best scheme; those that rule 3 of docs/planning.md drops come last."""
         if (candidates := self._candidates(batch)) is None:
             return ()
-        cuts, ctas, _, times = candidates
+        cuts, schemes, times = candidates
         dropped, costs = ~self._cheap(batch.tokens, cuts, times), self.model.cut_us(batch.tokens, cuts)
         found: dict[int, Cut] = {}
         for index in np.lexsort((times, dropped)):
-            cut, blocks = int(cuts[index]), None if ctas is None else int(ctas[index])
+            cut, blocks = int(cuts[index]), self.model.schemes[schemes[index]].ctas
             if cut not in found:
                 waves = self._waves(batch.tokens, Plan(Mode.WOVEN, split=cut, ctas=blocks))
                 assert waves.prefix is not None
@@ -259,14 +249,8 @@ class Planner:
                 break
         return tuple(found.values())
 
-    def _woven_plan(self, tokens: int, woven: _Woven) -> Plan:
-        model, cut = self.model, woven.cut
-        sms = {
-            (gemm.name, split): model.gemm_sms(gemm.name, rows, woven.ctas)
-            for gemm in model.gemms
-            for split, rows in (("prefix", cut), ("suffix", tokens - cut))
-        }
-        return woven_plan(cut, woven.ctas, model.costs.cluster(woven.ctas), sms, late=woven.late)
+    def _woven_plan(self, woven: _Woven) -> Plan:
+        return woven_plan(woven.cut, woven.scheme, self.model.left(woven.scheme.ctas))
 
     def _waves(self, tokens: int, plan: Plan) -> Waves:
         model = self.model

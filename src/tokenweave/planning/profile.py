@@ -4,13 +4,16 @@ Between measured rows a GEMM's time runs as the analytical model's does, so its 
 but for GEMMs for which the library chooses a slower kernel at some numbers of rows: on H200 448 rows can take 1.7 times as
 long as 512, and a cut that knows avoids them. What was not measured falls back to the analytical model, scaled by the
 nearest measurement.
+
+GEMMs and attention are those of a GPU without anything else on it. What a collective beside them costs is in the measured
+woven steps, scheme by scheme: chains of a GEMM beside a collective say too little of it (docs/planning.md).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from tokenweave.models.config import ModelConfig
 from tokenweave.models.sharding import shard_of
 from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.machine import Machine
+from tokenweave.planning.plan import GEMMS, Scheme
 from tokenweave.planning.profile_curves import Curve, Surface
 from tokenweave.planning.profile_points import (
     AllReducePoint,
@@ -66,8 +70,8 @@ class Profile:
         gemms = (*attention_gemms(config, base.tp), *mlp_gemms(config, base.tp))
         self._overhead = {point.name: us for point, us in table.of(OverheadPoint).items()}
         try:
-            self._gemms = {_key(gemm): _GemmTimes(gemm, table, base) for gemm in gemms}
-            self._collectives, self._clusters = _collectives(table)
+            self._gemms = {_key(gemm): self._gemm(gemm) for gemm in gemms}
+            self._collectives = _collectives(table)
             self._norm = Curve({p.rows: us for p, us in table.of(StreamPoint).items() if p.name == "norm"})
             self._all_reduce = Curve({point.tokens: us for point, us in table.of(AllReducePoint).items()})
             self._stream = Curve(_streams(table, config, self._query + 2 * self._kv, shard.intermediate.size))
@@ -77,7 +81,8 @@ class Profile:
                 f"the table lacks points that a plan needs: {error}; run `tokenweave tune` again"
             ) from None
         self._steps = table.of(StepPoint)
-        if strange := [step for step in self._steps if not _possible(step, self.ctas)]:
+        blocks = {ctas for _, ctas in self._collectives} | {0}
+        if strange := [step for step in self._steps if not _possible(step, blocks)]:
             raise ProfileError(f"the table has a step that no plan makes: {strange[0]}; run `tokenweave tune` again")
 
     @property
@@ -95,50 +100,39 @@ class Profile:
         """As :attr:`Costs.steps`."""
         return self._steps
 
-    @property
-    def ctas(self) -> tuple[int | None, ...]:
-        """CTAs that were measured beside GEMMs; (None,) where the transport has no choice."""
-        return tuple(sorted(self._clusters)) or (None,)
-
-    def cluster(self, ctas: int | None) -> int | None:
-        """Blocks of a cluster that ``ctas`` were measured in; None for no clusters."""
-        cluster = self._clusters.get(ctas or 0, 1)
-        return cluster if cluster > 1 else None
+    @functools.cached_property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """Those of steps that were measured from the shortest to the longest; without any, the analytical machine's."""
+        tokens: dict[Scheme, set[int]] = {}
+        for step in self._steps:
+            if step.split is not None:
+                tokens.setdefault(step.scheme, set()).add(step.tokens)
+        every = set().union(*tokens.values())
+        return tuple(scheme for scheme, at in tokens.items() if {min(every), max(every)} <= at) or self.base.schemes
 
     def held(self, ctas: int | None) -> int:
         """As :meth:`Costs.held`."""
         return self.base.held(ctas)
 
-    def sm_targets(self, held: int) -> tuple[int | None, ...]:
-        """SM targets that were measured beside ``held`` SMs, the best of a GEMM's first."""
-        if not held:
-            return (None,)  # fewer were measured too: for GEMMs that outlast the collective beside them
-        found: list[int | None] = []
-        for times in self._gemms.values():
-            found += [target for target in times.targets(held) if target not in found]
-        return tuple(found) or (None,)
-
     def gemm_us(self, m: Any, n: int, k: int, *, sms: int | None = None, held: int = 0, experts: int = 1) -> Any:
-        """As :meth:`Costs.gemm_us`."""
-        times = self._gemms.get((n, k, experts))
-        if times is None:  # of no layer: say, the vocabulary's projection
-            return self.base.gemm_us(m, n, k, sms=sms, held=held, experts=experts) * self._usual_ratio
-        return times.under(held, sms)(m)
+        """As :meth:`Costs.gemm_us`, with nothing beside it and on all SMs."""
+        curve = self._gemms.get((n, k, experts))
+        if curve is None:  # of no layer: say, the vocabulary's projection
+            return self.base.gemm_us(m, n, k, experts=experts) * self._usual_ratio
+        return curve(m)
 
     def attention_us(self, pairs: Any, reads: Any, query: int, kv: int, *, rows: Any = None, held: Any = 0) -> Any:
-        """As :meth:`Costs.attention_us`, with the query rows behind the pairs; where they are not given, those that one
-        causal chunk with these pairs and reads has."""
+        """As :meth:`Costs.attention_us` with nothing beside it, of the query rows behind the pairs; where they are not given,
+        those that one causal chunk with these pairs and reads has."""
         if (query, kv) != (self._query, self._kv):
-            return self.base.attention_us(pairs, reads, query, kv, rows=rows, held=held)
+            return self.base.attention_us(pairs, reads, query, kv, rows=rows)
         pairs, reads = np.asarray(pairs, dtype=np.float64), np.asarray(reads, dtype=np.float64)
         if rows is None:
             twice = 2 * reads + 1
             rows = (twice - np.sqrt(np.maximum(0.0, twice * twice - 8 * pairs))) / 2
         rows = np.maximum(rows, 1)
         keys = pairs / rows
-        # A kernel with fewer SMs takes longer by as much, unless it waits for memory.
-        slower = self.gpu.sms / np.maximum(1, self.gpu.sms - held)
-        us = np.maximum(self._chunks(rows, keys) * slower, reads * self._read_us)
+        us = np.maximum(self._chunks(rows, keys), reads * self._read_us)
         alone = pairs <= reads  # every row reads keys of its own: decodes
         if self._decodes is not None and np.any(alone):
             us = np.where(alone, self._decodes(rows, keys), us)
@@ -204,7 +198,21 @@ class Profile:
     @functools.cached_property
     def _usual_ratio(self) -> float:
         """Measured to analytical, of the free GEMMs."""
-        return float(np.median([ratio for times in self._gemms.values() for ratio in times.ratios]))
+        ratios = []
+        for (n, k, experts), curve in self._gemms.items():
+            rows = curve.x.astype(np.int64)
+            ratios += list(curve(rows) / self.base.gemm_us(rows, n, k, experts=experts))
+        return float(np.median(ratios))
+
+    def _gemm(self, gemm: Gemm) -> Curve:
+        points = {point.rows: us for point, us in self.table.of(GemmPoint).items() if point.name == gemm.name}
+        if len(points) < 2:
+            raise ValueError(f"fewer than two rows of the {gemm.name} GEMM")
+
+        def analytical(m: Any) -> Any:
+            return self.base.gemm_us(m, gemm.n, gemm.k, experts=gemm.experts)
+
+        return Curve(points, analytical, GEMM_NOISE)
 
     def _attention(self, times: Mapping[AttentionPoint, float]) -> tuple[Surface, Surface | None]:
         chunks: dict[tuple[float, float], float] = {}
@@ -224,110 +232,27 @@ class Profile:
         return Surface(chunks, start), Surface(decodes, start) if decodes else None
 
 
-class _GemmTimes:
-    """One GEMM's curves, by what runs beside it and the target that it is told."""
-
-    def __init__(self, gemm: Gemm, table: Table, base: Machine) -> None:
-        self._gemm, self._base = gemm, base
-        self._points: dict[tuple[int, int | None], dict[float, float]] = {}
-        for point, us in table.of(GemmPoint).items():
-            if point.name == gemm.name:
-                self._points.setdefault((point.ctas, point.target), {})[point.rows] = us
-        if len(self._points.get((0, None), {})) < 2:
-            raise ValueError(f"fewer than two rows of the {gemm.name} GEMM alone")
-        # The targets that were measured beside each number of blocks, the one with the most points, the best, first.
-        self._targets: dict[int, list[int | None]] = {}
-        for ctas, target in sorted(self._points, key=lambda key: -len(self._points[key])):
-            self._targets.setdefault(ctas, []).append(target)
-        self._curves: dict[tuple[int, int | None], Callable[[Any], Any]] = {}
-
-    @property
-    def ratios(self) -> list[float]:
-        """Measured to analytical times, free."""
-        rows = np.array(sorted(self._points[0, None]), dtype=np.int64)
-        return list(np.array([self._points[0, None][m] for m in rows]) / self._analytical(0, None)(rows))
-
-    def targets(self, held: int) -> list[int | None]:
-        return self._targets.get(held, [])
-
-    def under(self, held: int, target: int | None) -> Callable[[Any], Any]:
-        """rows -> us beside ``held`` SMs with a target."""
-        if (found := self._curves.get((held, target))) is None:
-            found = self._curves[held, target] = self._make(held, target)
-        return found
-
-    def _make(self, held: int, target: int | None) -> Callable[[Any], Any]:
-        best = self._targets.get(held, [None])[0]
-        if (held, target) in self._points and target == best:
-            return Curve(self._points[held, target], self._analytical(held, target), GEMM_NOISE)
-        if (held, target) in self._points and held:
-            # Tried at a few rows and found worse than the best target: as much worse everywhere.
-            return _scaled(self.under(held, best), max(1.0, self._ratio((held, target), (held, best))))
-        if held == 0 and target is not None:
-            # What runs beside it has ended: as beside the collective that leaves about as many SMs, less its disturbance.
-            known = [(ctas, each[0]) for ctas, each in self._targets.items() if ctas and each[0] is not None]
-            if known:
-                near = min(known, key=lambda pair: abs((pair[1] or 0) - target))
-                tried = min((t for t in self._targets[0] if t is not None), key=lambda t: abs(t - target), default=None)
-                ratio = 1.0 if tried is None else min(1.0, self._ratio((0, tried), near))
-                return _scaled(self.under(*near), ratio)
-        near_held = min(self._targets, key=lambda ctas: abs(ctas - held))
-        known_target = min(
-            self._targets[near_held], key=lambda t: abs(self._visible(t) - self._visible(target)), default=None
-        )
-        measured, theirs, ours = (
-            self.under(near_held, known_target),
-            self._analytical(near_held, known_target),
-            self._analytical(held, target),
-        )
-        return lambda m: measured(m) * (ours(m) / theirs(m))
-
-    def _visible(self, target: int | None) -> int:
-        return self._base.gpu.sms if target is None else target
-
-    def _ratio(self, one: tuple[int, int | None], other: tuple[int, int | None]) -> float:
-        """Of measured times, at the rows that both were measured at; 1 without any."""
-        rows = self._points[one].keys() & self._points[other].keys()
-        if not rows:
-            return 1.0
-        return float(np.exp(np.mean([np.log(self._points[one][m] / self._points[other][m]) for m in sorted(rows)])))
-
-    def _analytical(self, held: int, target: int | None) -> Callable[[Any], Any]:
-        gemm = self._gemm
-
-        def us(m: Any) -> Any:
-            return self._base.gemm_us(m, gemm.n, gemm.k, sms=target, held=held, experts=gemm.experts)
-
-        return us
-
-
-def _scaled(curve: Callable[[Any], Any], factor: float) -> Callable[[Any], Any]:
-    return lambda m: curve(m) * factor
-
-
 def _key(gemm: Gemm) -> _Key:
     return gemm.n, gemm.k, gemm.experts
 
 
-def _possible(step: StepPoint, ctas: tuple[int | None, ...]) -> bool:
-    """Whether a plan can be for such a step; ``ctas`` of its collective were measured."""
+def _possible(step: StepPoint, blocks: Set[int]) -> bool:
+    """Whether a plan can be for such a step; collectives of so many ``blocks`` were measured."""
     if step.tokens > MOST_TOKENS:
         return False
+    scheme = step.scheme
     if step.split is None:
-        return step.kind in ("sequential", "fused", "no_comm")
-    return step.kind in ("woven", "woven late") and step.split < step.tokens and (step.ctas or None) in ctas
+        return step.mode in ("sequential", "fused", "no_comm") and scheme == Scheme()
+    return step.mode == "woven" and step.split < step.tokens and step.ctas in blocks and set(scheme.told) <= set(GEMMS)
 
 
-def _collectives(table: Table) -> tuple[dict[tuple[str, int], Curve], dict[int, int]]:
-    """(kind, CTAs) -> curve over tokens; CTAs -> cluster. "beside" was measured at few sizes: the times alone, scaled."""
+def _collectives(table: Table) -> dict[tuple[str, int], Curve]:
+    """(kind, CTAs) -> curve over tokens. "beside" was measured at few sizes: the times alone, scaled."""
     points: dict[tuple[str, int], dict[float, float]] = {}
-    clusters: dict[int, int] = {}
     for point, us in table.of(CollectivePoint).items():
         points.setdefault((point.kind, point.ctas), {})[point.tokens] = us
-        if point.ctas:
-            clusters[point.ctas] = point.cluster
     curves = {key: Curve(times) for key, times in points.items() if key[0] != "beside"}
-    for ctas in clusters:
+    for ctas in [ctas for kind, ctas in points if kind == "alone"]:
         alone, beside = points["alone", ctas], points.get(("beside", ctas), {})
         at = sorted(beside)
         slower = [max(1.0, beside[tokens] / float(curves["alone", ctas](tokens))) for tokens in at] or [1.0]
@@ -336,7 +261,7 @@ def _collectives(table: Table) -> tuple[dict[tuple[str, int], Curve], dict[int, 
             for tokens, us in alone.items()
         }
         curves["beside", ctas] = Curve(scaled)
-    return curves, clusters
+    return curves
 
 
 def _streams(table: Table, config: ModelConfig, qkv: int, inner: int) -> dict[float, float]:

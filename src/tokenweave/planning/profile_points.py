@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tokenweave.planning.plan import Scheme
+
 
 @dataclass(frozen=True)
 class GemmPoint:
@@ -13,13 +15,10 @@ class GemmPoint:
 
     Attributes:
         name: "qkv", "o", "gate_up" or "down". rows: of the input; of each expert's, for mixtures of experts.
-        ctas: of the collective that runs beside it, 0 for none. target: SMs that the library is told of, None for all.
     """
 
     name: str
     rows: int
-    ctas: int = 0
-    target: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,16 +74,32 @@ class StepPoint:
     """A whole step of one prompt, run again and again for so long that the power limit has settled the clocks.
 
     Attributes:
-        kind: "sequential", "fused", "no_comm", "woven", or "woven late" (collectives let gate_up pass).
+        mode: "sequential", "fused", "woven" or "no_comm".
         tokens: of the prompt. layers: of the step, which ends with the final norm of the last row.
-        split, ctas: of a woven step: rows of its prefix, and the collective's thread blocks (0: the transport's choice).
+        split: rows of a woven step's prefix. ctas, cluster, told, late: of its scheme, with 0 blocks for the transport's
+            choice, 1 for no clusters, and the GEMMs' names joined by "+".
     """
 
-    kind: str
+    mode: str
     tokens: int
     layers: int
     split: int | None = None
     ctas: int = 0
+    cluster: int = 1
+    told: str = ""
+    late: bool = False
+
+    @classmethod
+    def woven(cls, tokens: int, layers: int, split: int, scheme: Scheme) -> StepPoint:
+        """A woven step."""
+        told = "+".join(scheme.told)
+        return cls("woven", tokens, layers, split, scheme.ctas or 0, scheme.cluster or 1, told, scheme.late)
+
+    @property
+    def scheme(self) -> Scheme:
+        """Of a woven step."""
+        told = tuple(self.told.split("+")) if self.told else ()
+        return Scheme(self.ctas or None, self.cluster if self.cluster > 1 else None, told, self.late)
 
 
 @dataclass(frozen=True)

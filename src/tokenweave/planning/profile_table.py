@@ -21,7 +21,7 @@ from tokenweave.errors import ProfileError
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.profile_points import KINDS, Point
 
-VERSION = 2
+VERSION = 3
 _HEADER = "tokenweave profile"
 _MOST_US = 1e9  # of a time that was measured: nothing takes a quarter of an hour
 _MAY_BE_ZERO = ("context", "ctas")  # of a point's numbers
@@ -242,7 +242,7 @@ def _decoded(content: dict[str, Any]) -> Table:
             point = _checked(kind, given)
             for field_name, value in given.items():
                 least = 0 if field_name in _MAY_BE_ZERO else 1
-                if isinstance(value, int) and value < least:
+                if isinstance(value, int) and not isinstance(value, bool) and value < least:
                     raise ValueError(f"{kind.__name__}.{field_name} is {value}")
             times[point] = float(us)
     return Table(_checked(Identity, identity), times, content["info"], content["complete"] is True)

@@ -26,7 +26,7 @@ def calls_of(us: float) -> int:
     return max(MIN_CALLS, min(MAX_CALLS, round(CHAIN_US / max(us, 1.0))))
 
 
-def cover_us(us: float) -> float:
+def _cover_us(us: float) -> float:
     """What lasts longer than a chain of calls of about ``us`` each."""
     return COVER * us * calls_of(us) + 30.0
 
@@ -87,7 +87,7 @@ class Chains:
     ) -> list[float]:
         """As :meth:`alone`, while the calls ``beside``, of about ``beside_us`` all together, go round and round."""
         count = calls_of(us)
-        rounds = max(1, math.ceil(cover_us(us) / beside_us))
+        rounds = max(1, math.ceil(_cover_us(us) / beside_us))
         graph = self.captured(clock, calls, count)
         background = self.captured(other, beside, rounds * len(beside), len(beside))
         samples = []

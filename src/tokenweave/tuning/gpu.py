@@ -28,8 +28,9 @@ from tokenweave.models.llama import gated
 from tokenweave.models.mixtral import MixtureMLP
 from tokenweave.models.rotary import Rotary
 from tokenweave.planning import Mode, Plan
+from tokenweave.planning.gemms import gemm_sms
 from tokenweave.planning.machine import Machine
-from tokenweave.planning.plan import GEMMS, woven_plan
+from tokenweave.planning.plan import GEMMS, Scheme, woven_plan
 from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
@@ -41,11 +42,9 @@ from tokenweave.planning.profile_points import (
     StepPoint,
     StreamPoint,
 )
-from tokenweave.tuning.chains import Call, Chains, cover_us
+from tokenweave.tuning.chains import Call, Chains
 from tokenweave.tuning.rig import MAX_POSITIONS, rig_of
 from tokenweave.tuning.schedule import Setting
-
-UNTOLD = 2.2  # how much longer a GEMM can take beside held SMs that it is not told of
 
 
 class GpuPieces:
@@ -91,8 +90,6 @@ class GpuPieces:
         self._chains = Chains(group, device)
         memory = self._workspace.symmetric
         self.setting = Setting(
-            sms=self.machine.gpu.sms,
-            gemm_cluster=self.machine.gpu.gemm_cluster,
             max_tokens=max_tokens,
             experts=max(1, config.experts),
             experts_per_token=max(1, config.experts_per_token),
@@ -145,10 +142,9 @@ class GpuPieces:
 
     # ---- GEMMs
 
-    def _gemm_us(self, name: str, rows: int, held: int, target: int | None) -> float:
+    def _gemm_us(self, name: str, rows: int) -> float:
         gemm = self._rig.gemms[name]
-        us = self.machine.gemm_us(rows, gemm.n, gemm.k, sms=target, held=held, experts=gemm.experts)
-        return float(us)
+        return float(self.machine.gemm_us(rows, gemm.n, gemm.k, experts=gemm.experts))
 
     def _gemm_calls(self, name: str, rows: int, target: int | None) -> list[Call]:
         """One for each layer's weights."""
@@ -178,19 +174,8 @@ class GpuPieces:
         return told
 
     def _measure_gemm(self, point: GemmPoint) -> list[float]:
-        calls = self._gemm_calls(point.name, point.rows, point.target)
-        us = self._gemm_us(point.name, point.rows, 0, None)
-        if not point.ctas:
-            return self._chains.alone(self._chains.compute, calls, us)
-        cluster = dict(self.setting.blocks)[point.ctas]
-        us *= UNTOLD if point.target is None else 1.0
-        # One long collective if it lasts: between two of them their SMs are free.
-        tokens = self._most
-        while tokens > 64 and self._collective_us(tokens // 2, point.ctas) > cover_us(us):
-            tokens //= 2
-        beside = self._collective(CollectivePoint("alone", tokens, point.ctas, cluster), region=1)
-        each = self._collective_us(tokens, point.ctas)
-        return self._chains.beside(self._chains.compute, calls, us, self._chains.comm, [beside], each)
+        calls = self._gemm_calls(point.name, point.rows, None)
+        return self._chains.alone(self._chains.compute, calls, self._gemm_us(point.name, point.rows))
 
     # ---- collectives
 
@@ -214,10 +199,10 @@ class GpuPieces:
         us = self._collective_us(point.tokens, point.ctas or None)
         if point.kind != "beside":
             return self._chains.alone(self._chains.comm, [call], us)
-        target = (self.setting.sms - point.ctas) // self.setting.gemm_cluster * self.setting.gemm_cluster
+        target = int(gemm_sms(self.machine.gpu, self.machine.held(point.ctas)))
         rows = {name: self._rig.rows(name, point.tokens) for name in self._rig.gemms}
         beside = [self._gemm_call(name, self._model.layers[0], rows[name], target) for name in self._rig.gemms]
-        each = sum(self._gemm_us(name, rows[name], 0, target) for name in self._rig.gemms)
+        each = sum(self._gemm_us(name, rows[name]) for name in self._rig.gemms)
         return self._chains.beside(self._chains.comm, [call], us, self._chains.compute, beside, each)
 
     def _measure_all_reduce(self, point: AllReducePoint) -> list[float]:
@@ -285,19 +270,18 @@ class GpuPieces:
         given = None if point.name == "embedding" else x
         calls: list[Call] = [lambda stage=s: stage.compute(given, split.inputs, out) for s in stages]  # type: ignore[misc]
         names = {"attention": ("qkv", "o"), "mlp": ("gate_up", "down")}.get(point.name, ())
-        us = 20.0 + sum(self._gemm_us(name, self._rig.rows(name, point.rows), 0, None) for name in names)
+        us = 20.0 + sum(self._gemm_us(name, self._rig.rows(name, point.rows)) for name in names)
         return self._chains.alone(self._chains.compute, calls, us)
 
     def _measure_step(self, point: StepPoint) -> list[float]:
-        if point.kind == "no_comm":
+        if point.mode == "no_comm":
             walk = self._steps.of_collective("no_comm", "norm", None, point.tokens, norm_alone).walk
         elif point.split is None:
-            plan = Plan(Mode(point.kind))
-            walk = self._steps.of_plan(point.kind, "whole", plan, point.tokens).walk
+            walk = self._steps.of_plan(point.mode, "whole", Plan(Mode(point.mode)), point.tokens).walk
         else:
-            plan = self._woven_plan(point.split, point.ctas or None, late=point.kind == "woven late")
-            walk = self._steps.of_plan("woven", point.kind, plan, point.tokens).walk
-        layer = sum(self._gemm_us(name, self._rig.rows(name, point.tokens), 0, None) for name in GEMMS)
+            plan = self._woven_plan(point.split, point.scheme)
+            walk = self._steps.of_plan(point.mode, str(point.scheme), plan, point.tokens).walk
+        layer = sum(self._gemm_us(name, self._rig.rows(name, point.tokens)) for name in GEMMS)
         us = point.layers * (layer + 2 * self._collective_us(point.tokens, None))
         return self._chains.sustained(self._chains.compute, [walk], us)
 
@@ -308,8 +292,7 @@ class GpuPieces:
             return self._chains.alone(self._chains.compute, [lambda: self._tiny.add_(0)], 20.0)
         if point.name == "fork":
             return self._chains.alone(self._chains.compute, [self._fork], 20.0)
-        ctas = next((c for c, _ in self.setting.blocks), None)
-        plan = Plan(Mode.FUSED) if point.name != "woven_layer_host" else self._woven_plan(32, ctas)
+        plan = Plan(Mode.FUSED) if point.name != "woven_layer_host" else self._woven_plan(32, self.setting.schemes[0])
         walk = self._steps.of_plan(str(plan.mode), point.name, plan, 64).walk
         layers = len(self._model.layers)
         if point.name != "replay_host":
@@ -317,12 +300,8 @@ class GpuPieces:
         graph = self._chains.captured(self._chains.compute, [walk], 1)
         return self._chains.host_us(graph.replay, 1)
 
-    def _woven_plan(self, split: int, ctas: int | None, late: bool = False) -> Plan:
-        """With every GEMM told what the collective leaves."""
-        target = self.setting.targets(ctas)[0] if ctas else None
-        sms = {(name, part): target for name in GEMMS for part in ("prefix", "suffix")}
-        cluster = dict(self.setting.blocks).get(ctas or 0, 1)
-        return woven_plan(split, ctas, cluster if cluster > 1 else None, sms, late=late)
+    def _woven_plan(self, split: int, scheme: Scheme) -> Plan:
+        return woven_plan(split, scheme, int(gemm_sms(self.machine.gpu, self.machine.held(scheme.ctas))))
 
     def _fork(self) -> None:
         """A side stream takes part, as a woven step's collective does: two empty kernels, one after the other."""

@@ -1,4 +1,5 @@
-"""What is measured, and in which order: few points where times are straight lines, many where GEMMs have steps.
+"""What is measured, and in which order: few points where times are straight lines, many where GEMMs have steps; and whole
+steps, woven ones in the schemes that turn out to be the fastest.
 
 Later phases depend on what earlier ones found. All ranks make the same list, because they are given the same times.
 """
@@ -6,10 +7,10 @@ Later phases depend on what earlier ones found. All ranks make the same list, be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tokenweave.planning.plan import GEMMS
+from tokenweave.planning.plan import FIRST_GEMMS, GEMMS, LATE_GEMMS, Scheme
 from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
@@ -23,14 +24,13 @@ from tokenweave.planning.profile_points import (
 )
 
 OVERHEADS = ("kernel", "fork", "replay_host", "layer_host", "woven_layer_host")
-# (up to so many rows, in steps of): free GEMMs, and GEMMs beside a collective, which are halves of a step.
-FREE_ROWS = ((4096, 64), (8192, 128), (16384, 512))
-HELD_ROWS = ((2048, 128), (4096, 256), (8192, 512), (16384, 2048))
-FINE_HELD_ROWS = ((2048, 64), (4096, 128), (8192, 256))
-FEW_ROWS = (1, 16, 32)
-TARGET_ROWS = (512, 768, 1280, 1920, 3072, 4608)  # where SM targets are compared: some are a wave or two of most GEMMs
-STEP_BLOCKS = 4  # of the collective in the woven steps that are measured whole
-LOWER_TARGETS = (0, 4)  # SMs below those that the collective leaves; its blocks can break up the GEMM's clusters
+GEMM_ROWS = ((512, 32), (4096, 64), (8192, 128), (16384, 512))  # up to so many rows, in steps of
+FEW_ROWS = (1, 16)
+BESIDE_ROWS = (512, 1280, 3072)  # of collectives beside GEMMs
+LEAST_WOVEN = 128  # tokens of the shortest woven step
+TRIED_TOKENS = (1024, 4096)  # of the woven steps that every scheme is tried in
+KEPT_SCHEMES = 4
+LEAST_BLOCKS = 4  # of a scheme: with fewer, collectives outlast the compute that hides them
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Setting:
     """What the schedule depends on; the same on all ranks.
 
     Attributes:
-        sms: of the GPU. gemm_cluster: SMs that the GEMM library takes at a time; targets are multiples of it.
         max_tokens: rows of the longest step.
         experts: of a layer, 1 for dense. experts_per_token: as the model's, 1 for dense.
         blocks: (CTAs, cluster) of the collective to measure; empty where the transport has no choice.
@@ -47,8 +46,6 @@ class Setting:
         layers: of the steps that are measured whole.
     """
 
-    sms: int
-    gemm_cluster: int
     max_tokens: int
     experts: int
     experts_per_token: int
@@ -63,10 +60,18 @@ class Setting:
             return tokens
         return -(-tokens * self.experts_per_token // self.experts)
 
-    def targets(self, ctas: int) -> tuple[int | None, ...]:
-        """SM targets to try beside so many CTAs: what they leave, somewhat less, and none."""
-        left = [(self.sms - ctas - less) // self.gemm_cluster * self.gemm_cluster for less in LOWER_TARGETS]
-        return (*(sms for sms in dict.fromkeys(left) if sms > 0), None)
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """To try for woven steps: with every number of blocks, GEMMs told or not, collectives at once or late."""
+        most = max((ctas for ctas, _ in self.blocks), default=0)
+        found: dict[Scheme, None] = {}
+        for ctas, cluster in self.blocks:
+            if ctas >= min(LEAST_BLOCKS, most):
+                clusters = cluster if cluster > 1 else None
+                found[Scheme(ctas, clusters, FIRST_GEMMS)] = None
+                found[Scheme(ctas, clusters, LATE_GEMMS, late=True)] = None
+                found[Scheme(ctas)] = None
+        return tuple(found) or (Scheme(told=FIRST_GEMMS), Scheme())
 
 
 Times = Mapping[Point, float]
@@ -141,49 +146,15 @@ def _gemm_rows(setting: Setting, ranges: tuple[tuple[int, int], ...]) -> list[tu
     return list(dict.fromkeys(pairs))
 
 
-def _free(setting: Setting, times: Times) -> Iterator[Point]:
-    few = [(name, rows) for rows in FEW_ROWS if rows < 64 for name in GEMMS]
-    yield from (GemmPoint(*pair) for pair in dict.fromkeys([*few, *_gemm_rows(setting, FREE_ROWS)]))
+def _gemms(setting: Setting, times: Times) -> Iterator[Point]:
+    few = [(name, rows) for rows in FEW_ROWS for name in GEMMS]
+    yield from (GemmPoint(*pair) for pair in dict.fromkeys([*few, *_gemm_rows(setting, GEMM_ROWS)]))
 
 
-def _targets(setting: Setting, times: Times) -> Iterator[Point]:
-    for tokens in TARGET_ROWS:
+def _beside(setting: Setting, times: Times) -> Iterator[Point]:
+    for tokens in BESIDE_ROWS:
         if tokens <= setting.max_tokens:
-            for name in GEMMS:
-                rows = setting.gemm_rows(name, tokens)
-                for ctas, _ in setting.blocks:
-                    yield from (GemmPoint(name, rows, ctas, target) for target in setting.targets(ctas))
-
-
-def best_target(setting: Setting, times: Times, name: str, ctas: int) -> int | None:
-    """The SM target with which a GEMM was fastest beside so many CTAs, over the rows that were tried."""
-
-    def score(target: int | None) -> float:
-        tried = [GemmPoint(name, setting.gemm_rows(name, tokens), ctas, target) for tokens in TARGET_ROWS]
-        return sum(math.log(max(times[point], 1e-9)) for point in tried if point in times)
-
-    return min(setting.targets(ctas), key=score)
-
-
-def _held(ranges: tuple[tuple[int, int], ...]) -> Callable[[Setting, Times], Iterator[Point]]:
-    def points(setting: Setting, times: Times) -> Iterator[Point]:
-        best = {(n, ctas): best_target(setting, times, n, ctas) for n in GEMMS for ctas, _ in setting.blocks}
-        for name, rows in _gemm_rows(setting, ranges):
-            for ctas, _ in setting.blocks:
-                yield GemmPoint(name, rows, ctas, best[name, ctas])
-
-    return points
-
-
-def _left_alone(setting: Setting, times: Times) -> Iterator[Point]:
-    """GEMMs that are told of fewer SMs although the collective has ended; and collectives beside GEMMs."""
-    for tokens in TARGET_ROWS[::2]:
-        if tokens <= setting.max_tokens:
-            for ctas, cluster in setting.blocks:
-                for name in GEMMS:
-                    if (target := best_target(setting, times, name, ctas)) is not None:
-                        yield GemmPoint(name, setting.gemm_rows(name, tokens), 0, target)
-                yield CollectivePoint("beside", tokens, ctas, cluster)
+            yield from (CollectivePoint("beside", tokens, *blocks) for blocks in setting.blocks)
 
 
 def _stages(setting: Setting, times: Times) -> Iterator[Point]:
@@ -191,29 +162,59 @@ def _stages(setting: Setting, times: Times) -> Iterator[Point]:
         yield from (StagePoint(name, tokens) for name in ("embedding", "attention", "mlp"))
 
 
+def _woven(setting: Setting, tokens: int, scheme: Scheme) -> StepPoint:
+    return StepPoint.woven(tokens, setting.layers, tokens // 2, scheme)
+
+
+def _schemes(setting: Setting, times: Times) -> Iterator[Point]:
+    for tokens in TRIED_TOKENS:
+        if tokens <= setting.max_tokens:
+            yield from (_woven(setting, tokens, scheme) for scheme in setting.schemes)
+
+
+def kept_schemes(setting: Setting, times: Times) -> Sequence[Scheme]:
+    """Those which together have the fastest steps of the sizes that were tried, the best one first."""
+    tried = [tokens for tokens in TRIED_TOKENS if tokens <= setting.max_tokens]
+    kept: list[Scheme] = []
+
+    def score(scheme: Scheme) -> float:
+        steps = [[_woven(setting, tokens, each) for each in (*kept, scheme)] for tokens in tried]
+        return sum(math.log(max(1e-9, min(times.get(step, 1e9) for step in each))) for each in steps)
+
+    while len(kept) < min(KEPT_SCHEMES, len(setting.schemes)):
+        kept.append(min((scheme for scheme in setting.schemes if scheme not in kept), key=score))
+    return kept
+
+
+def _whole(setting: Setting, times: Times, sizes: Sequence[int]) -> Iterator[Point]:
+    kept = kept_schemes(setting, times)
+    for tokens in sizes:
+        for mode in ("sequential", "fused", "no_comm"):
+            yield StepPoint(mode, tokens, setting.layers)
+        if tokens >= LEAST_WOVEN:
+            yield from (_woven(setting, tokens, scheme) for scheme in kept)
+
+
 def _steps(setting: Setting, times: Times) -> Iterator[Point]:
-    for tokens in [1, 16, *_powers(setting.max_tokens, 64)]:
-        for kind in ("sequential", "fused", "no_comm"):
-            yield StepPoint(kind, tokens, setting.layers)
-        if tokens >= 128:
-            ctas = min(
-                (blocks for blocks, _ in setting.blocks), key=lambda blocks: abs(blocks - STEP_BLOCKS), default=0
-            )
-            for kind in ("woven", "woven late") if ctas else ("woven",):
-                yield StepPoint(kind, tokens, setting.layers, tokens // 2, ctas)
+    yield from _whole(setting, times, [1, 16, *_powers(setting.max_tokens, 64)])
+
+
+def _steps_between(setting: Setting, times: Times) -> Iterator[Point]:
+    yield from _whole(
+        setting, times, [n * 3 // 2 for n in _powers(setting.max_tokens, 64) if n * 3 // 2 < setting.max_tokens]
+    )
 
 
 PHASES = (
     Phase("collectives", _collectives),
     Phase("small kernels and launches", _small),
     Phase("attention", _attention),
-    Phase("GEMMs", _free),
-    Phase("SM targets", _targets),
-    Phase("GEMMs beside collectives", _held(HELD_ROWS)),
-    Phase("one beside the other", _left_alone),
+    Phase("GEMMs", _gemms),
+    Phase("collectives beside GEMMs", _beside),
     Phase("whole stages", _stages),
+    Phase("schemes of woven steps", _schemes),
     Phase("whole steps", _steps),
-    Phase("finer steps beside collectives", _held(FINE_HELD_ROWS), optional=True),
+    Phase("whole steps of sizes between", _steps_between, optional=True),
 )
 
 

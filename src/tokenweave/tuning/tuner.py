@@ -11,7 +11,7 @@ from tokenweave.planning.profile_points import Point
 from tokenweave.tuning.schedule import PHASES, Phase, Setting, planned
 
 log = logging.getLogger(__name__)
-_CHECK_EVERY = 16  # points between two looks at the clock, which the ranks take together
+_CHECK_EVERY = 4  # points between two looks at the clock, which the ranks take together
 
 
 class Pieces(Protocol):

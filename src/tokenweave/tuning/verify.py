@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from tokenweave.planning import Planner
@@ -101,18 +101,74 @@ def summary(found: Sequence[Check]) -> dict[str, dict[str, float]]:
     return {name: {"median": median(values), "largest": max(values)} for name, values in sizes.items() if values}
 
 
+def tables(found: Sequence[Check], result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For documents: "verify-MODEL", predictions beside what they are of; with a sweep "schemes-MODEL" too.
+
+    Args:
+        result: as :func:`checks`.
+    """
+    config = result["config"]
+    name = str(config["model"])
+    what = f"{name}, {config['layers']} layers, {config['ranks']} GPUs"
+    modes = [mode for mode in PREDICTED if any(mode in check.measured for check in found)]
+    sizes = summary(found)
+    made = {
+        f"verify-{name.lower()}": {
+            "title": f"Steps of {what}, measured / predicted",
+            "columns": ["tokens", *modes, "chosen", "slower than the fastest"],
+            "rows": [
+                [check.tokens, *(_cell(check, mode) for mode in modes), check.chosen, f"{check.loss:.1%}"]
+                for check in found
+            ],
+            "note": "ms. Errors: "
+            + "; ".join(
+                f"{mode} median {each['median']:.1%}, largest {each['largest']:.1%}" for mode, each in sizes.items()
+            )
+            + ". The fastest is that of every mode and of all that a sweep tried.",
+        }
+    }
+    if (schemes := _schemes(result["sweep"])) is not None:
+        made[f"schemes-{name.lower()}"] = schemes | {"title": f"Woven steps of {what}, cut in the middle, by scheme"}
+    return made
+
+
+def _cell(check: Check, mode: str) -> str:
+    error = check.error(mode)
+    return "-" if error is None else f"{check.measured[mode]:.3f} / {check.predicted[mode]:.3f} ({error:+.1%})"
+
+
+def _schemes(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How often every scheme takes the fastest one's time, by tokens; the best on average first. None without any."""
+    times: dict[str, dict[int, float]] = {}
+    for entry in sweep:
+        if entry["mode"] == "woven" and entry["variant"].startswith("cut ") and ", at" not in entry["variant"]:
+            plan = entry["plan"]
+            told = list(dict.fromkeys(key.split("/")[0] for key in plan["gemm_sms"]))
+            scheme = f"{plan['ctas']} / {plan['cluster'] or 1}, {'+'.join(told) or 'none'} told"
+            of = times.setdefault(scheme + (", late" if plan["start_at"] else ""), {})
+            of[entry["tokens"]] = min(entry["ms"], of.get(entry["tokens"], entry["ms"]))
+    tokens = list(dict.fromkeys(n for of in times.values() for n in of))
+    best = {n: min(of[n] for of in times.values() if n in of) for n in tokens}
+    ratios = {scheme: {n: of[n] / best[n] for n in of} for scheme, of in times.items()}
+    rows = [
+        [scheme, f"{mean(of.values()):.3f}", *(f"{of[n]:.2f}" if n in of else "-" for n in tokens)]
+        for scheme, of in sorted(ratios.items(), key=lambda pair: mean(pair[1].values()))
+    ]
+    if not rows:
+        return None
+    return {
+        "columns": ["blocks / cluster, GEMMs", "mean", *(str(n) for n in tokens)],
+        "rows": rows,
+        "note": "Times the fastest scheme's time at so many tokens.",
+    }
+
+
 def text(found: Sequence[Check]) -> str:
     """A line a number of tokens: measured / predicted ms (error) by mode, the choice and what it loses."""
     modes = [mode for mode in PREDICTED if any(mode in check.measured for check in found)]
     lines = ["tokens  " + "".join(f"{mode:>28}" for mode in modes) + "  chosen      loss  fastest"]
     for check in found:
-        cells = []
-        for mode in modes:
-            error = check.error(mode)
-            cell = "-"
-            if error is not None:
-                cell = f"{check.measured[mode]:.3f} / {check.predicted[mode]:.3f} ({error:+.1%})"
-            cells.append(f"{cell:>28}")
+        cells = [f"{_cell(check, mode):>28}" for mode in modes]
         lines.append(
             f"{check.tokens:>6}  " + "".join(cells) + f"  {check.chosen:10} {check.loss:>5.1%}  {check.winner}"
         )

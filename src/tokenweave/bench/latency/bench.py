@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tokenweave.bench.environment import Monitor
 from tokenweave.bench.latency.measure import final_rows, host_ms, sustained
 from tokenweave.bench.latency.profile import profiled
-from tokenweave.bench.latency.report import Measured, finish, rows_of
+from tokenweave.bench.latency.report import Measured, finish, plan_json, rows_of
 from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
 from tokenweave.bench.latency.sweep import swept_fused, swept_woven
 from tokenweave.bench.result import write_result
@@ -165,8 +165,10 @@ class LatencyBench:
             (times,) = slowest_rank(samples, self._group, self._device).values()
             medians[variant.name] = sorted(times)[len(times) // 2]
             del graph
+        plans = {variant.name: variant.plan for variant in candidates}
         for name, us in medians.items():
-            self._result["sweep"].append({"mode": candidates[0].mode, "variant": name, "ms": us / 1e3})
+            plan = None if (given := plans[name]) is None else plan_json(given)
+            self._result["sweep"].append({"mode": candidates[0].mode, "variant": name, "ms": us / 1e3, "plan": plan})
         best = min(candidates, key=lambda variant: medians[variant.name])
         self._say(f"  {best.mode}: best of {len(candidates)}: {best.name}, {medians[best.name] / 1e3:.3f} ms")
         torch.cuda.empty_cache()  # the graphs' pools

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tokenweave.bench.steps import PrefillSteps, Variant
 from tokenweave.planning import Mode, Plan
-from tokenweave.planning.plan import GEMMS, LATE
+from tokenweave.planning.plan import FIRST_GEMMS, GEMMS, LATE_GEMMS, Scheme, woven_plan
 
-_FIRST_GEMMS = ("qkv", "gate_up")  # of a stage: these start beside the other split's collective
-_SHAPES = ((4, 4), (8, 2), (8, 4), (12, 4))  # blocks, cluster
+_SCHEMES = (
+    Scheme(8, None, ()),
+    *(Scheme(ctas, cluster, FIRST_GEMMS) for ctas, cluster in ((4, 2), (4, 4), (8, 2), (12, 2), (12, 4), (16, 2))),
+    *(Scheme(ctas, 2, GEMMS) for ctas in (4, 8)),
+    *(Scheme(ctas, cluster, LATE_GEMMS, late=True) for ctas, cluster in ((4, 2), (4, 4), (8, 2), (8, 4))),
+)
 
 Best = Callable[[Sequence[Variant]], Variant]
 """Times candidates of one mode; gives the fastest."""
@@ -27,28 +31,16 @@ def _fused_candidates(steps: PrefillSteps, tokens: int) -> Iterator[Variant]:
 
 
 def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, sms: int, best: Best) -> Variant:
-    """Blocks, clusters and SM budgets at an even cut, then cuts; one after the other. ``sms``: of the GPU."""
+    """Schemes at an even cut, then cuts; one after the other. ``sms``: of the GPU."""
     even = aligned(tokens // 2, tokens)
 
-    def variant(
-        cut: int,
-        ctas: int,
-        cluster: int | None,
-        left: int | None,
-        gemms: Sequence[str],
-        start: Sequence[str] = (),
-    ) -> Variant:
-        budget = {(gemm, split): left for gemm in gemms for split in ("prefix", "suffix") if left is not None}
-        plan = Plan(Mode.WOVEN, split=cut, ctas=ctas, cluster=cluster, gemm_sms=budget, start_at=frozenset(start))
-        text = f"cut {cut} ctas {ctas} cluster {cluster or 1} sms {left or 'all'} of {'+'.join(gemms) or '-'}"
-        return steps.of_plan("woven", text + (f" start {'+'.join(start)}" if start else ""), plan, tokens)
+    def variant(scheme: Scheme) -> Variant:
+        left = sms - (scheme.ctas or 0)
+        told = f"sms {left if scheme.told else 'all'} of {'+'.join(scheme.told) or '-'}"
+        text = f"cut {even} ctas {scheme.ctas} cluster {scheme.cluster or 1} {told}{' late' if scheme.late else ''}"
+        return steps.of_plan("woven", text, woven_plan(even, scheme, left), tokens)
 
-    shapes: list[Variant] = [planned, variant(even, 8, None, None, ())]
-    for ctas, cluster in _SHAPES:
-        for gemms in (_FIRST_GEMMS, GEMMS):
-            shapes.append(variant(even, ctas, cluster, sms - ctas, gemms))
-        beside = [gemm for gemm in GEMMS if gemm != "gate_up"]
-        shapes.append(variant(even, ctas, cluster, sms - ctas, beside, LATE))
+    shapes = [planned, *map(variant, _SCHEMES)]
     first = best(shapes)
     plan = first.plan
     assert plan is not None
