@@ -35,7 +35,8 @@ from tokenweave.models import Model
 from tokenweave.planning import Mode, Planner
 
 MODES = ("sequential", "fused", "woven", "auto", "no_comm")
-_QUICK_REPLAYS = 7  # of a candidate of the sweep
+_QUICK_REPLAYS = 5  # of a candidate of the sweep, or for the sequential step
+_CONTENDER = 1.05  # a sequential step that takes longer by more is not the strongest, and is left out of the rounds
 _LONG_MS = 20.0  # of a sample: no more replays are needed for the clocks of long steps
 
 
@@ -140,7 +141,7 @@ class LatencyBench:
         """What is timed in paired rounds; with ``sweep``, the best candidate of fused and woven."""
         modes, steps, plan = self._config.modes, self._steps, self._planner.plan
         if "sequential" in modes:
-            yield from self._sequential.variants(tokens)
+            yield from self._contenders(list(self._sequential.variants(tokens)), tokens)
         if "fused" in modes:
             planned = steps.of_plan("fused", "planned", plan(tokens, mode=Mode.FUSED), tokens)
             yield swept_fused(steps, planned, tokens, self._best) if self._config.sweep else planned
@@ -155,8 +156,32 @@ class LatencyBench:
         if {"sequential", "no_comm"} <= set(modes):
             yield steps.compute_alone(tokens)  # for the share of the norms
 
+    def _contenders(self, candidates: Sequence[Variant], tokens: int) -> list[Variant]:
+        """Those that may be the fastest; what a few replays of the others took is noted in the result."""
+        if len(candidates) == 1:
+            return list(candidates)
+        medians = self._quick(candidates)
+        most = _CONTENDER * min(medians.values())
+        for variant in candidates:
+            if (us := medians[variant.name]) > most:
+                self._result["sequential"].append(
+                    {"tokens": tokens, "variant": variant.name, "ms": us / 1e3, "quick": True}
+                )
+        return [variant for variant in candidates if medians[variant.name] <= most]
+
     def _best(self, candidates: Sequence[Variant]) -> Variant:
         """The fastest by a few replays, on the slowest rank; all are noted in the result."""
+        medians = self._quick(candidates)
+        for variant in candidates:
+            plan = None if variant.plan is None else plan_json(variant.plan)
+            entry = {"mode": variant.mode, "variant": variant.name, "ms": medians[variant.name] / 1e3, "plan": plan}
+            self._result["sweep"].append(entry)
+        best = min(candidates, key=lambda variant: medians[variant.name])
+        self._say(f"  {best.mode}: best of {len(candidates)}: {best.name}, {medians[best.name] / 1e3:.3f} ms")
+        return best
+
+    def _quick(self, candidates: Sequence[Variant]) -> dict[str, float]:
+        """us by name: medians of a few replays, on the slowest rank."""
         medians = {}
         for variant in candidates:
             graph = self._captured(variant)
@@ -165,14 +190,8 @@ class LatencyBench:
             (times,) = slowest_rank(samples, self._group, self._device).values()
             medians[variant.name] = sorted(times)[len(times) // 2]
             del graph
-        plans = {variant.name: variant.plan for variant in candidates}
-        for name, us in medians.items():
-            plan = None if (given := plans[name]) is None else plan_json(given)
-            self._result["sweep"].append({"mode": candidates[0].mode, "variant": name, "ms": us / 1e3, "plan": plan})
-        best = min(candidates, key=lambda variant: medians[variant.name])
-        self._say(f"  {best.mode}: best of {len(candidates)}: {best.name}, {medians[best.name] / 1e3:.3f} ms")
         torch.cuda.empty_cache()  # the graphs' pools
-        return best
+        return medians
 
     # ---- timing
 
