@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenweave.engine.batch import Chunk, row_range, rows_of, splits_of
+from tokenweave.engine.batch import Chunk, beside, row_range, rows_of, splits_of
+from tokenweave.models.inputs import Inputs
 from tokenweave.planning.plan import Mode, Plan
 
 
@@ -90,3 +91,13 @@ def test_a_cut_outside_the_step_is_an_error(at, message):
     chunks = [Chunk(0, 0, (1, 2, 3, 4), 0, True)]
     with pytest.raises(ValueError, match=message):
         cut(chunks, at)
+
+
+def test_each_split_is_told_what_the_plan_says_of_it():
+    sms = {("qkv", "prefix"): 124, ("gate_up", "suffix"): 120, ("attention", "suffix"): 124}
+    plan = Plan(Mode.WOVEN, split=4, ctas=8, gemm_sms=sms)
+    inputs = Inputs(*(torch.zeros(4, dtype=torch.int64) for _ in range(3)), ())
+    prefix, suffix = (beside(inputs, plan, split) for split in ("prefix", "suffix"))
+    assert (prefix.gemm_sms, prefix.held) == ({"qkv": 124}, 0)
+    assert (suffix.gemm_sms["gate_up"], suffix.held) == (120, 8)
+    assert beside(inputs, Plan(Mode.FUSED), "step").held == 0

@@ -55,7 +55,8 @@ def text(explanation: Explanation, full: bool = False) -> str:
         start = f", started at {' or '.join(p for p in POINTS if p in plan.start_at)}" if plan.start_at else ""
         lines.append(f"  collective {plan.ctas} CTAs{cluster}{start}")
     if plan.gemm_sms:
-        lines.append(f"  GEMM SMs   {', '.join(map(str, sorted(set(plan.gemm_sms.values()))))}")
+        told = ", ".join(dict.fromkeys(name for name, _ in plan.gemm_sms))
+        lines.append(f"  GEMM SMs   {', '.join(map(str, sorted(set(plan.gemm_sms.values()))))} for {told}")
     each = ", ".join(f"{gemm} {_counts(counts)}" for gemm, counts in waves.by_gemm.items())
     total = (
         (waves.whole,) if waves.prefix is None or waves.suffix is None else (waves.whole, waves.prefix, waves.suffix)

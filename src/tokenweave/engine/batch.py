@@ -135,5 +135,5 @@ def splits_of(
 def beside(inputs: L, plan: Plan, split: str) -> L:
     """A split's inputs, told of the collective that the plan runs beside its compute."""
     told = {gemm: sms for (gemm, of), sms in plan.gemm_sms.items() if of == split}
-    held = 0 if plan.split is None else plan.ctas or 0  # a block, an SM
+    held = (plan.ctas or 0) if "attention" in told else 0  # a block, an SM
     return dataclasses.replace(inputs, gemm_sms=told, held=held)

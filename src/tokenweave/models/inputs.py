@@ -21,7 +21,8 @@ class Launches:
 
     Attributes:
         gemm_sms: GEMM name -> SMs that it should plan for, because a collective holds the others; all of them if absent.
-        held: SMs that the collective holds, for attention kernels that place their blocks themselves; 0 if there is none.
+        held: SMs that the collective holds, for attention kernels that place their blocks themselves; 0 if there is none or
+            attention is not told.
         reached: told of each of :data:`tokenweave.planning.plan.POINTS` when the compute comes to it.
     """
 

@@ -21,6 +21,9 @@ class Mode(str, Enum):
 GEMMS = ("qkv", "o", "gate_up", "down")
 """A layer's."""
 
+TOLD = (*GEMMS, "attention")
+"""What can be told of SMs that a collective holds."""
+
 POINTS = ("qkv", "attention", "o", "gate_up", "activation", "down")
 """Where a compute says that it has come to: just before each of its GEMMs, attention, and the MLP's activation."""
 
@@ -40,7 +43,7 @@ class Scheme:
 
     Attributes:
         ctas, cluster: of the collectives, as :class:`Plan`'s.
-        told: of :data:`GEMMS`, those that are told of the SMs that a collective leaves; the others plan for all.
+        told: of :data:`TOLD`, those that are told of the SMs that a collective leaves; the others plan for all.
         late: collectives start at :data:`LATE`, and not at once.
     """
 
@@ -60,7 +63,7 @@ class Plan:
         ctas: thread blocks of the fused collective (one SM each), so that it leaves the others to the GEMMs beside it; None
             for the transport's own choice, where nothing runs beside it or there is none.
         cluster: thread blocks per cluster of the collective's launch; None for no clusters.
-        gemm_sms: SMs left to each GEMM, keyed by (GEMM name, split name) such as ``("gate_up", "prefix")``.
+        gemm_sms: SMs left to each GEMM, keyed by (GEMM name, split name) such as ``("gate_up", "prefix")``, and to attention.
         start_at: of a woven plan, :data:`POINTS` of the other split's compute at which a collective starts: the first that it
             comes to. Empty: at once. A GEMM that suffers most from SMs held by another kernel is so spared of it.
     """

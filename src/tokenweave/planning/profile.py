@@ -23,7 +23,7 @@ from tokenweave.models.config import ModelConfig
 from tokenweave.models.sharding import shard_of
 from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.machine import Machine
-from tokenweave.planning.plan import GEMMS, Scheme
+from tokenweave.planning.plan import TOLD, Scheme
 from tokenweave.planning.profile_curves import Curve, Surface
 from tokenweave.planning.profile_points import (
     AllReducePoint,
@@ -243,7 +243,7 @@ def _possible(step: StepPoint, blocks: Set[int]) -> bool:
     scheme = step.scheme
     if step.split is None:
         return step.mode in ("sequential", "fused", "no_comm") and scheme == Scheme()
-    return step.mode == "woven" and step.split < step.tokens and step.ctas in blocks and set(scheme.told) <= set(GEMMS)
+    return step.mode == "woven" and step.split < step.tokens and step.ctas in blocks and set(scheme.told) <= set(TOLD)
 
 
 def _collectives(table: Table) -> dict[tuple[str, int], Curve]:

@@ -12,7 +12,8 @@ from tokenweave.planning.plan import FIRST_GEMMS, GEMMS, LATE_GEMMS, Scheme, wov
 _SCHEMES = (
     Scheme(8, None, ()),
     *(Scheme(ctas, cluster, FIRST_GEMMS) for ctas, cluster in ((4, 2), (4, 4), (8, 2), (12, 2), (12, 4), (16, 2))),
-    *(Scheme(ctas, 2, GEMMS) for ctas in (4, 8)),
+    *(Scheme(ctas, 2, ("qkv", "attention", "gate_up")) for ctas in (4, 8)),
+    Scheme(8, 2, GEMMS),
     *(Scheme(ctas, cluster, LATE_GEMMS, late=True) for ctas, cluster in ((4, 2), (4, 4), (8, 2), (8, 4))),
 )
 
