@@ -223,6 +223,8 @@ def test_predictions_are_put_right_by_whole_steps():
         StepPoint("woven", 256, 4, 256, 8),
         StepPoint("woven", 256, 4, 128, 7),
         StepPoint("woven", 256, 4, 128, 8, told="qkv+head"),
+        StepPoint("woven", 256, 4, 128, 8, 3),
+        StepPoint("woven", 256, 4, 128, 0, 2),
         StepPoint("fused", 2**40, 4),
     ],
     ids=str,

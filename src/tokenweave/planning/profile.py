@@ -243,7 +243,8 @@ def _possible(step: StepPoint, blocks: Set[int]) -> bool:
     scheme = step.scheme
     if step.split is None:
         return step.mode in ("sequential", "fused", "no_comm") and scheme == Scheme()
-    return step.mode == "woven" and step.split < step.tokens and step.ctas in blocks and set(scheme.told) <= set(TOLD)
+    launches = step.ctas in blocks and step.ctas % step.cluster == 0 and step.cluster <= max(1, step.ctas)
+    return step.mode == "woven" and step.split < step.tokens and launches and set(scheme.told) <= set(TOLD)
 
 
 def _collectives(table: Table) -> dict[tuple[str, int], Curve]:
