@@ -23,7 +23,7 @@ from tokenweave.models import ModelConfig, builtin_names, read_config
 from tokenweave.planning import GPUS, Mode, Plan, Planner, gpu_by_name, plan
 from tokenweave.planning.batch import Batch, Run
 from tokenweave.planning.hardware import describe, local_gpu
-from tokenweave.planning.plan import FIRST_GEMMS, LATE_GEMMS
+from tokenweave.planning.plan import FIRST_GEMMS, LATE_GEMMS, Scheme
 from tokenweave.planning.planner import CHEAPER, GAIN, TIE
 from tokenweave.planning.waves import TILES, Gemm, Tile, even_cuts, gemm_sms, gemm_us, tile_time_us, waves
 
@@ -132,6 +132,20 @@ def test_the_chosen_cut_is_the_best_of_those_allowed(setup, tokens: int) -> None
     chosen_ms = planner.explain(tokens).predicted_ms["woven"]
     best = times[planner._cheap(tokens, cuts, times)].min()
     assert best <= chosen_ms * 1e3 * (1 + 1e-9) <= best * (1 + TIE) * (1 + 1e-9)
+
+
+def test_a_scheme_can_be_asked_for():
+    planner = Planner(read_config("Llama-3.1-8B"), "h200", 2, "p2p", mode="auto")
+    for scheme in (*planner.model.schemes, Scheme(8), Scheme(8, 4, ("down",), late=True)):
+        plan = planner.plan(3000, mode="woven", scheme=scheme)
+        assert (plan.ctas, plan.cluster, bool(plan.start_at)) == (scheme.ctas, scheme.cluster, scheme.late)
+        assert set(plan.gemm_sms) == set(itertools.product(scheme.told, ("prefix", "suffix")))
+        assert planner.plan(3000, mode="fused", scheme=scheme).mode is Mode.FUSED
+        assert planner.plan(3000, mode="woven", scheme=scheme, allow_woven=False).mode is Mode.FUSED
+    with pytest.raises(
+        RequestError, match=r"scheme 7 / 1, none told; expected as many blocks as one of these.*8 / 2, qkv"
+    ):
+        planner.plan(3000, scheme=Scheme(7))
 
 
 @given(

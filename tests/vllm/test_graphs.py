@@ -24,6 +24,7 @@ from tokenweave.integrations.vllm.runtime import Runtime
 from tokenweave.integrations.vllm.step import Cut, Planned
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning import Mode, Plan, Planner
+from tokenweave.planning.plan import Scheme
 
 MAX_ROWS, REQUESTS = 2048, 64
 
@@ -237,15 +238,20 @@ def stock_of(times: dict[int, float], sizes: list[int]) -> Any:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> dict[Mode, float]:
-    """Milliseconds a replay takes per 1000 rows, by mode; stock steps say theirs."""
-    pace: dict[Mode, float] = {}
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    """Milliseconds a replay takes per 1000 rows, by mode; stock steps say theirs. Woven ones in a scheme take as often as long as
+    its text says."""
+    pace: dict[Any, float] = {}
 
-    def milliseconds(call: Any, device: Any) -> float:
+    def milliseconds(call: Any, device: Any, repeats: int) -> float:
+        assert repeats == 3
         if isinstance(call, SimpleNamespace):
             return call.ms
         cut = call.__self__.walked[0]
-        return pace[cut.plan.mode] * cut.rows / 1000
+        plan = cut.plan
+        told = tuple(dict.fromkeys(name for name, _ in plan.gemm_sms))
+        scheme = Scheme(plan.ctas, plan.cluster, told, bool(plan.start_at))
+        return pace[plan.mode] * cut.rows / 1000 * pace.get((cut.rows, str(scheme)), 1.0)
 
     monkeypatch.setattr(module, "milliseconds", milliseconds)
     return pace
@@ -276,6 +282,49 @@ def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None
     assert (len(sizes), len(runtime.graphs)) == (3, made)
     assert run(runtime, buffers, [2000]) is not None
     assert runtime.steps.graphs == 1
+
+
+def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    _, tables = buffers.step([7, 8])
+    assert [str(scheme) for scheme in runtime.choice.tried] == [
+        "4 / 2, qkv+gate_up told",
+        "4 / 2, qkv+down told, late",
+        "8 / 2, qkv+gate_up told",
+        "8 / 2, qkv+down told, late",
+        "8 / 1, none told",
+    ]
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 9.5})
+    clock[1024, "8 / 1, none told"] = 0.9  # 8.55 ms a 1000 rows
+    clock[2048, "4 / 2, qkv+down told, late"] = 0.8
+    clock[640, "8 / 1, none told"] = 0.5  # not tried there, but the nearest size's
+    runtime.capture_at_start(tables, stock_of({640: 10.0, 1024: 10.3, 2048: 30.0}, []))
+    assert {size: str(scheme) for size, scheme in runtime.choice.schemes.items()} == {
+        1024: "8 / 1, none told",
+        2048: "4 / 2, qkv+down told, late",
+    }
+    plans = {rows: runtime.plan([], rows) for rows in (640, 1024, 1408, 1536, 2048, 4096)}
+    assert {plan.mode for plan in plans.values()} == {Mode.WOVEN}
+    assert {rows for rows, plan in plans.items() if not plan.gemm_sms and plan.ctas == 8} == {640, 1024, 1408}
+    assert {rows for rows, plan in plans.items() if plan.start_at and plan.ctas == 4} == {1536, 2048, 4096}
+    ctas = {key[0]: key[3] for key in runtime.graphs._graphs}
+    assert all(value in (8, 4) for value in ctas.values()), "what was only tried is dropped"
+    assert len({key for key in runtime.graphs._graphs if key[0] == 1024}) == len(runtime.graphs.rooms)
+
+
+def test_long_steps_are_measured_less_often(clock: dict[Any, float]) -> None:
+    runtime = make_runtime()
+    graphs = runtime.graphs
+    for ms, repeats, sizes in (
+        (20.0, 3, [640, 1024, 2048]),
+        (150.0, 2, [640, 1024, 2048]),
+        (400.0, 1, [640, 1024, 2048]),
+    ):
+        graphs._predicted_ms = lambda size, ms=ms: ms
+        assert (graphs._repeats(1024), graphs.sizes) == (repeats, sizes)
+    graphs._predicted_ms = lambda size: size / 2
+    assert graphs.sizes == [640]
+    assert graphs.scheme_sizes == []
 
 
 def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]) -> None:

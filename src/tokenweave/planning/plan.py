@@ -52,6 +52,11 @@ class Scheme:
     told: tuple[str, ...] = ()
     late: bool = False
 
+    def __str__(self) -> str:
+        """E.g. "8 / 2, qkv+gate_up told, late": blocks, of a cluster, and so on."""
+        blocks = "default" if self.ctas is None else f"{self.ctas} / {self.cluster or 1}"
+        return f"{blocks}, {'+'.join(self.told) or 'none'} told" + (", late" if self.late else "")
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -92,6 +92,7 @@ class Planner:
         sequences: Iterable[tuple[int, int]] | None = None,
         mode: Mode | str | None = None,
         allow_woven: bool = True,
+        scheme: Scheme | None = None,
     ) -> Plan:
         """The plan of one step. Cached; equal arguments give the same plan on every rank.
 
@@ -102,11 +103,16 @@ class Planner:
             mode: ``"auto"`` or a mode that overrides the planner's; a woven step of one row is impossible and runs fused.
             allow_woven: False forbids a cut, whatever the mode says: a row of the suffix must be in the cache before a
                 row of the prefix runs (a prefix-cache hit on blocks of the same step).
+            scheme: the only one that a woven plan may have; None: any of the model's. One that the model does not know is taken
+                to cost what its scheme of as many blocks does.
 
         Raises:
-            RequestError: tokens < 1, sequences that do not add up to it, an unknown mode.
+            RequestError: tokens < 1, sequences that do not add up to it, an unknown mode or scheme.
         """
-        return self._cached(*self._request(tokens, context, sequences, mode, allow_woven))
+        if scheme is not None and self._alike(scheme) is None:
+            known = "; ".join(map(str, self.model.schemes))
+            raise RequestError(f"scheme {scheme}; expected as many blocks as one of these, and as late: {known}")
+        return self._cached(*self._request(tokens, context, sequences, mode, allow_woven), scheme)
 
     def explain(
         self,
@@ -119,7 +125,7 @@ class Planner:
     ) -> Explanation:
         """As :meth:`plan`, with waves and predicted times of every mode."""
         batch, asked, allow_woven = self._request(tokens, context, sequences, mode, allow_woven)
-        plan = self._cached(batch, asked, allow_woven)
+        plan = self._cached(batch, asked, allow_woven, None)
         woven = self._best_woven(batch) if allow_woven else None
         us = self._times(batch, woven)
         times = {"sequential": us.sequential_us, "fused": us.fused_us}
@@ -172,16 +178,16 @@ class Planner:
             raise RequestError(f"the sequences have {batch.tokens} rows together; the step has {tokens}")
         return batch, self._default_mode if mode is None else asked_mode(mode), allow_woven
 
-    def _choose(self, batch: Batch, mode: Mode | None, allow_woven: bool) -> Plan:
+    def _choose(self, batch: Batch, mode: Mode | None, allow_woven: bool, scheme: Scheme | None) -> Plan:
         if mode is Mode.SEQUENTIAL:
             return Plan(Mode.SEQUENTIAL)
         fused = Plan(Mode.FUSED)  # nothing runs beside its collectives: the transport knows how many blocks are best
         if mode is Mode.FUSED:
             return fused
         if mode is Mode.WOVEN:
-            woven = self._best_woven(batch) if allow_woven else None
+            woven = self._best_woven(batch, scheme) if allow_woven else None
             return fused if woven is None else self._woven_plan(woven)
-        woven = self._best_woven(batch) if allow_woven and self.model.tp > 1 else None
+        woven = self._best_woven(batch, scheme) if allow_woven and self.model.tp > 1 else None
         best = self._best_mode(
             self.model.unsplit_us(batch, "sequential"),
             self.model.unsplit_us(batch, "fused"),
@@ -191,7 +197,9 @@ class Planner:
             return self._woven_plan(woven)
         return fused if best is Mode.FUSED else Plan(Mode.SEQUENTIAL)
 
-    def _candidates(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    def _candidates(
+        self, batch: Batch, scheme: Scheme | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """(cuts, indices of the model's schemes, predicted us), int64 and float64 [n]. None for a single row.
 
         For each scheme, only cuts whose halves need no more waves than the whole are considered where the batch has any
@@ -205,6 +213,9 @@ class Planner:
         allowed = [cuts if len(cuts) else others for cuts in neutral]
         cuts = np.concatenate(allowed)
         schemes = np.repeat(np.arange(len(sms)), [len(cuts) for cuts in allowed])
+        if scheme is not None:
+            asked = schemes == self._alike(scheme)
+            cuts, schemes = cuts[asked], schemes[asked]
         return cuts, schemes, model.woven_us(batch, cuts, schemes)
 
     def _cheap(self, tokens: int, cuts: np.ndarray, times: np.ndarray) -> np.ndarray:
@@ -220,15 +231,22 @@ class Planner:
         half = cheap & (cost <= max(float(cost.min()), equal / 2))
         return half if half.any() and times[half].min() <= times[cheap].min() * CHEAPER else cheap
 
-    def _best_woven(self, batch: Batch) -> _Woven | None:
+    def _best_woven(self, batch: Batch, scheme: Scheme | None = None) -> _Woven | None:
         """The best cut and scheme: the shortest makespan (see TIE). None for a single row."""
-        if (candidates := self._candidates(batch)) is None:
+        if (candidates := self._candidates(batch, scheme)) is None:
             return None
         cuts, schemes, times = candidates
         times = np.where(self._cheap(batch.tokens, cuts, times), times, np.inf)
         close = np.nonzero(times <= times.min() * (1 + TIE))[0]
         best = close[np.lexsort((times[close], abs(2 * cuts[close] - batch.tokens)))[0]]
-        return _Woven(int(cuts[best]), self.model.schemes[schemes[best]], float(times[best]))
+        return _Woven(int(cuts[best]), scheme or self.model.schemes[schemes[best]], float(times[best]))
+
+    def _alike(self, scheme: Scheme) -> int | None:
+        """Index of the model's scheme that is this one, or else predicted as this one."""
+        known = self.model.schemes
+        if scheme in known:
+            return known.index(scheme)
+        return next((i for i, s in enumerate(known) if (s.ctas, s.late) == (scheme.ctas, scheme.late)), None)
 
     def _best_cuts(self, batch: Batch) -> tuple[Cut, ...]:
         """The fastest few, each in its best scheme; those that rule 3 of docs/planning.md drops come last."""

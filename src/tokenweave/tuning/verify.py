@@ -8,6 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from tokenweave.planning import Planner
+from tokenweave.planning.plan import Scheme
 
 TOKENS = (72, 160, 330, 700, 1000, 1500, 2300, 3500, 5200, 7600, 11000, 15500)
 """No powers of two, from few tokens to many: what graphs and cuts round up and split unevenly."""
@@ -143,9 +144,9 @@ def _schemes(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     for entry in sweep:
         if entry["mode"] == "woven" and entry["variant"].startswith("cut ") and ", at" not in entry["variant"]:
             plan = entry["plan"]
-            told = list(dict.fromkeys(key.split("/")[0] for key in plan["gemm_sms"]))
-            scheme = f"{plan['ctas']} / {plan['cluster'] or 1}, {'+'.join(told) or 'none'} told"
-            of = times.setdefault(scheme + (", late" if plan["start_at"] else ""), {})
+            told = tuple(dict.fromkeys(key.split("/")[0] for key in plan["gemm_sms"]))
+            scheme = Scheme(plan["ctas"], plan["cluster"], told, bool(plan["start_at"]))
+            of = times.setdefault(str(scheme), {})
             of[entry["tokens"]] = min(entry["ms"], of.get(entry["tokens"], entry["ms"]))
     tokens = list(dict.fromkeys(n for of in times.values() for n in of))
     best = {n: min(of[n] for of in times.values() if n in of) for n in tokens}

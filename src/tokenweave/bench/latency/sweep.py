@@ -36,10 +36,8 @@ def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, sms: int, be
     even = aligned(tokens // 2, tokens)
 
     def variant(scheme: Scheme) -> Variant:
-        left = sms - (scheme.ctas or 0)
-        told = f"sms {left if scheme.told else 'all'} of {'+'.join(scheme.told) or '-'}"
-        text = f"cut {even} ctas {scheme.ctas} cluster {scheme.cluster or 1} {told}{' late' if scheme.late else ''}"
-        return steps.of_plan("woven", text, woven_plan(even, scheme, left), tokens)
+        plan = woven_plan(even, scheme, sms - (scheme.ctas or 0))
+        return steps.of_plan("woven", f"cut {even}, {scheme}", plan, tokens)
 
     shapes = [planned, *map(variant, _SCHEMES)]
     first = best(shapes)

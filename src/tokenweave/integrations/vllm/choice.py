@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from tokenweave.integrations.vllm.measured import Measured
 from tokenweave.planning import Mode, Plan, Planner
+from tokenweave.planning.plan import Scheme
 
 
 class Choice:
@@ -22,6 +26,7 @@ class Choice:
         self.planner = planner
         self._mode, self._plain = mode, plain
         self._measured: Measured | None = None
+        self._schemes: Mapping[int, Scheme] = {}
         self._plans: dict[tuple[int, bool, Mode | None], Plan] = {}
 
     @property
@@ -43,6 +48,33 @@ class Choice:
         self._measured = measured
         self._plans.clear()
 
+    @property
+    def schemes(self) -> Mapping[int, Scheme]:
+        """Rows -> the scheme whose woven steps of so many were the fastest; empty: the planner's word counts."""
+        return self._schemes
+
+    @schemes.setter
+    def schemes(self, schemes: Mapping[int, Scheme]) -> None:
+        self._schemes = schemes
+        self._plans.clear()
+
+    @property
+    def tried(self) -> tuple[Scheme, ...]:
+        """Schemes to measure: the planner's, but those whose collectives take more than twice as long as others'; and, where they
+        are not measured ones, with no GEMM told."""
+        model = self.planner.model
+        most = max(scheme.ctas or 0 for scheme in model.schemes)
+        found = [scheme for scheme in model.schemes if 2 * (scheme.ctas or 0) >= most]
+        if most and not model.costs.measured:
+            found.append(Scheme(most))
+        return tuple(found)
+
+    def scheme(self, rows: int) -> Scheme | None:
+        """Of a woven step of so many rows: that of the measured size nearest to it, by ratio."""
+        if not self.schemes:
+            return None
+        return self.schemes[min(self.schemes, key=lambda size: abs(math.log(size / rows)))]
+
     def plan(self, rows: int, *, allow_woven: bool = True) -> Plan:
         """The plan of a step of so many rows; ``SEQUENTIAL`` is stock vLLM.
 
@@ -55,5 +87,7 @@ class Choice:
                 mode = self._measured.best(rows, allow_woven=allow_woven)
             elif mode is None and not self._plain:
                 allow_woven = False  # of GEMMs that the planner doesn't know it is only asked whether fusing pays
-            self._plans[key] = self.planner.plan(rows, mode=mode or "auto", allow_woven=allow_woven)
+            self._plans[key] = self.planner.plan(
+                rows, mode=mode or "auto", allow_woven=allow_woven, scheme=self.scheme(rows)
+            )
         return self._plans[key]

@@ -20,7 +20,7 @@ import torch
 
 from tokenweave.cuda.graph import capturing
 from tokenweave.integrations.vllm.cut import Tables
-from tokenweave.integrations.vllm.measured import SIZES, milliseconds
+from tokenweave.integrations.vllm.measured import LONG_MS, MOST_MS, REPEATS, SCHEME_SIZES, SIZES, milliseconds
 from tokenweave.integrations.vllm.step import Cut
 from tokenweave.planning import Mode, Plan
 
@@ -127,16 +127,38 @@ class Graphs:
             tables: of any dummy step; their contents are overwritten and restored.
             stock: rows -> vLLM's own step of as many, to be called with the buffers filled.
         """
-        runtime, times = self._runtime, []
+        runtime, choice, times = self._runtime, self._runtime.choice, []
         with _kept(tables.grown(max(self.sizes), self.rooms[-1])):
             for size in sorted(self.sizes, reverse=True):  # small ones fit into large ones' memory
-                row = [milliseconds(stock(size), runtime.device)]
+                row = [milliseconds(stock(size), runtime.device, self._repeats(size))]
                 for mode in (Mode.FUSED, Mode.WOVEN):
-                    found = self._make(runtime.choice.planner.plan(size, mode=mode), size, self.rooms[0], tables)
-                    assert found.graph is not None
-                    row.append(milliseconds(found.graph.replay, runtime.device))
+                    row.append(
+                        self._time(choice.planner.plan(size, mode=mode, scheme=choice.scheme(size)), size, tables)
+                    )
                 times.append(row)
         return times[::-1]
+
+    def time_schemes(self, tables: Tables) -> list[list[float]]:
+        """This rank's ms of a woven step of each of :attr:`scheme_sizes`, in each of ``runtime.choice.tried``; as
+        :meth:`time_modes`."""
+        choice, times = self._runtime.choice, []
+        with _kept(tables.grown(max(self.scheme_sizes), self.rooms[-1])):
+            for size in reversed(self.scheme_sizes):
+                plans = [choice.planner.plan(size, mode=Mode.WOVEN, scheme=scheme) for scheme in choice.tried]
+                times.append([self._time(plan, size, tables) for plan in plans])
+        return times[::-1]
+
+    def _time(self, plan: Plan, size: int, tables: Tables) -> float:
+        found = self._make(plan, size, self.rooms[0], tables)
+        assert found.graph is not None
+        return milliseconds(found.graph.replay, self._runtime.device, self._repeats(size))
+
+    def _repeats(self, size: int) -> int:
+        return max(1, min(REPEATS, int(REPEATS * LONG_MS / self._predicted_ms(size))))
+
+    def _predicted_ms(self, size: int) -> float:
+        """Of a stock step; the same on all ranks."""
+        return self._runtime.choice.planner.explain(size, mode=Mode.SEQUENTIAL).predicted_ms["sequential"]
 
     def make_at_start(self, tables: Tables, layers: int) -> None:
         """Makes the graphs of the sizes that matter most, and drops those that only were measured; every rank calls it.
@@ -162,7 +184,13 @@ class Graphs:
     @property
     def sizes(self) -> list[int]:
         """Rows of the steps that are measured, ascending."""
-        return [size for size in SIZES if self.least_rows <= size <= min(MAX_ROWS, self._runtime.max_rows)]
+        most = min(MAX_ROWS, self._runtime.max_rows)
+        return [n for n in SIZES if self.least_rows <= n <= most and self._predicted_ms(n) <= MOST_MS]
+
+    @property
+    def scheme_sizes(self) -> list[int]:
+        """Rows of the steps in which schemes are compared, ascending; none where there is one scheme."""
+        return [size for size in SCHEME_SIZES if size in self.sizes and len(self._runtime.choice.tried) > 1]
 
     def _make(self, plan: Plan, capacity: int, room: int, tables: Tables) -> _Graph:
         key = _key(capacity, room, plan)

@@ -1,7 +1,8 @@
 """Which mode is fastest, as measured on this machine when vLLM starts: the last word in auto mode.
 
 The planner knows GEMMs, attention and links; it does not know vLLM's compiled kernels, its quantised GEMMs, or how fast its
-host launches them. So a few sizes are run both ways, and what was not faster is not used.
+host launches them. So a few sizes are run both ways, and what was not faster is not used. Before that two of them are woven
+in several schemes: a planner without a table of this machine knows little of what those cost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from tokenweave.planning import Mode
 
 MARGIN = 0.99  # a mode must take at most this share of stock's time: clocks wander by about as much
 SIZES = (640, 1024, 2048, 4096, 8192)  # rows
+SCHEME_SIZES = (1024, 2048)  # rows of the steps in which schemes are compared
 REPEATS = 3
+LONG_MS = 100.0  # a step that is predicted to take longer is not repeated as often
+MOST_MS = (
+    500.0  # sizes that are predicted to take longer are not measured: they would cost more of the start than they tell
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,11 @@ class Measured:
         return "; ".join(f"{n} rows: {s:.2f} stock, {f:.2f} fused, {w:.2f} woven" for n, s, f, w in each)
 
 
-def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median wall time of a call, the host's part included, after one that is not counted."""
+def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median wall time of a call, the host's part included, after one that is not counted. ``repeats`` are the same on all
+    ranks, whose calls wait for each other."""
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         call()

@@ -238,6 +238,11 @@ class Runtime:
             return
         self._made_graphs = True
         began = time.perf_counter()
+        if self.choice.mode in (None, Mode.WOVEN) and graphs.scheme_sizes:
+            times = self._together(lambda: graphs.time_schemes(tables))
+            if times is None:
+                return
+            self._choose_schemes(graphs.scheme_sizes, slowest(times, self.workspace.group, self.device))
         if self.choice.mode is None and graphs.sizes:
             times = self._together(lambda: graphs.time_modes(tables, stock))
             if times is None:
@@ -249,6 +254,16 @@ class Runtime:
         self._together(lambda: graphs.make_at_start(tables, len(self.model.layers)))
         if self.steps.first_rank:
             log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
+
+    def _choose_schemes(self, sizes: Sequence[int], times: Sequence[Sequence[float]]) -> None:
+        """By the times of each size in each scheme, of the slowest rank."""
+        tried, best = self.choice.tried, {}
+        for size, of in zip(sizes, times, strict=True):
+            best[size] = tried[of.index(min(of))]
+            if self.steps.first_rank:
+                each = ", ".join(f"{ms:.2f} ({scheme})" for ms, scheme in zip(of, tried, strict=True))
+                log.info("TokenWeave: ms of a woven step of %d rows by scheme: %s", size, each)
+        self.choice.schemes = best
 
     def _together(self, call: Callable[[], T]) -> T | None:
         """The result of a call that all ranks make; None, with everything turned off, if it failed on any of them."""
