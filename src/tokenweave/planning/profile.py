@@ -6,7 +6,7 @@ long as 512, and a cut that knows avoids them. What was not measured falls back 
 nearest measurement.
 
 GEMMs and attention are those of a GPU without anything else on it. What a collective beside them costs is in the measured
-woven steps, scheme by scheme: chains of a GEMM beside a collective say too little of it (docs/planning.md).
+woven steps, scheme by scheme: chains of a GEMM beside a collective say too little of it (docs/tuning.md).
 """
 
 from __future__ import annotations
