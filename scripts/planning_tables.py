@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenweave.models import read_config
-from tokenweave.planning import EAGER, GPUS, Planner, comm, machine_of, predict_step
+from tokenweave.planning import EAGER, GPUS, GRAPH, Planner, comm, machine_of, predict_step
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "planning.md"
@@ -122,7 +122,9 @@ def _models() -> str:
         result = json.loads(path.read_text())
         name, layers, ranks = (result["config"][key] for key in ("model", "layers", "ranks"))
         config = dataclasses.replace(read_config(name), layers=layers)
-        planner = Planner(config, mode="auto", costs=machine_of("h200", ranks, "p2p"))
+        attention = (result["environment"].get("attention") or {"value": "torch"})["value"]
+        runtime = dataclasses.replace(GRAPH, flash3=attention != "torch")
+        planner = Planner(config, mode="auto", costs=machine_of("h200", ranks, "p2p", runtime))
         head = planner.model.head_us(1) / 1e3
         measured: dict[int, dict[str, float]] = {}
         for row in result["rows"]:
@@ -133,8 +135,8 @@ def _models() -> str:
             ours = {mode: explained.predicted_ms[mode] - head for mode in modes}
             errors += [ours[mode] / ms[mode] - 1 for mode in modes if mode in ms]
             cells = [_pair(ms[mode], ours[mode]) if mode in ms else "" for mode in modes]
-            lines.append([name, str(tokens), *cells, str(explained.plan.mode)])
-    return f"{_table(['model', 'tokens', *modes, 'chosen'], lines)}\n\n{_summary(errors)}"
+            lines.append([f"{name}, {layers} layers", attention, str(tokens), *cells, str(explained.plan.mode)])
+    return f"{_table(['model', 'attention', 'tokens', *modes, 'chosen'], lines)}\n\n{_summary(errors)}"
 
 
 def _gemms() -> str:

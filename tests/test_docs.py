@@ -237,4 +237,11 @@ def test_what_the_readme_says_of_its_tables_is_so():
     woven = _ratios("h200x2-latency-llama-3.1-8b.json", "sequential / woven")
     fused = _ratios("h200x2-latency-llama-3.1-8b.json", "sequential / fused")
     assert {tokens for tokens in woven if woven[tokens] > fused[tokens]} == {(n,) for (n,) in woven if n >= 2048}
-    assert set(_ratios("h200x2-latency-llama-3.3-70b.json", "sequential / auto")) == {(1024,)}
+    woven = _ratios("h200x2-latency-llama-3.3-70b.json", "sequential / woven")
+    fused = _ratios("h200x2-latency-llama-3.3-70b.json", "sequential / fused")
+    assert {tokens for tokens in woven if woven[tokens] > fused[tokens]} == {(1024,)}
+    assert {tokens for tokens in woven if woven[tokens] < 1} == {(2048,)}
+    assert set(woven) == {(1024,), (2048,), (4096,)}
+    for model in ("3.1-8b", "3.3-70b"):
+        result = json.loads((RESULTS / f"h200x2-latency-llama-{model}.json").read_text("utf-8"))
+        assert result["environment"]["attention"]["value"].startswith("fa3-fwd ")
