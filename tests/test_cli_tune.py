@@ -100,7 +100,7 @@ def _result(planner, tokens, wrong_by, swept=False):
                 row |= {"variant": "torch two-shot", "ms": row["ms"] * 0.9}
             if mode == "woven" and swept:
                 result["sweep"].append({"tokens": n, "mode": "woven", "variant": "planned", "ms": row["ms"]})
-                row |= {"variant": "cut 64", "ms": row["ms"] * 0.8}  # of the sweep's candidates the table has others
+                row |= {"variant": "cut 64", "ms": row["ms"] * 0.8}
             result["rows"].append(row)
     return result
 

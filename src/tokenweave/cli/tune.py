@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         "--seconds",
         type=float,
         default=68,
-        help="of measuring; then the finest steps are left out (default %(default)s)",
+        help="of measuring; then steps of sizes between powers of two are left out (default %(default)s)",
     )
     parser.add_argument(
         "--verify", action="store_true", help="measure nothing but steps, and compare them with the table's predictions"

@@ -74,11 +74,6 @@ class CostModel:
         """SMs that GEMMs lose while a fused collective of ``ctas`` CTAs is in flight."""
         return self.costs.held(ctas)
 
-    def left(self, ctas: int | None) -> int | None:
-        """SMs that such a collective leaves to GEMMs; None where it holds none."""
-        held = self.held(ctas)
-        return int(gemm_sms(self.gpu, held)) if held else None
-
     def _tabulate(self) -> None:
         """us by rows: one column for every row up to a row step, then for row steps, then for equal ratios.
 

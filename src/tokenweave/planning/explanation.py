@@ -54,7 +54,7 @@ class Explanation:
         waves: of the choice.
         predicted_ms: mode (and ``"no_comm"``, the bound without collectives) -> ms of the whole step.
         reason: one sentence.
-        cuts: the best few that were considered, each with its best number of CTAs: the fastest first of those whose
+        cuts: the best few that were considered, each in its best scheme: the fastest first of those whose
             GEMMs lose little, then the others.
         source: where the figures come from.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from tokenweave.errors import RequestError
 from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
-from tokenweave.planning.plan import FIRST_GEMMS, LATE_GEMMS, Scheme
+from tokenweave.planning.plan import Scheme, told_schemes
 from tokenweave.planning.profile_points import StepPoint
 from tokenweave.planning.runtime import GRAPH, Runtime
 
@@ -125,13 +125,9 @@ class Machine:
 
     @cached_property
     def schemes(self) -> tuple[Scheme, ...]:
-        found = []
-        for ctas in self.ctas:
-            held, cluster = self.held(ctas), self.cluster(ctas)
-            found.append(Scheme(ctas, cluster, FIRST_GEMMS if held else ()))
-            if held:
-                found.append(Scheme(ctas, cluster, LATE_GEMMS, late=True))
-        return tuple(found)
+        if not any(map(self.held, self.ctas)):
+            return tuple(Scheme(ctas, self.cluster(ctas)) for ctas in self.ctas)
+        return tuple(scheme for ctas in self.ctas for scheme in told_schemes(ctas, self.cluster(ctas)))
 
     @cached_property
     def signature(self) -> str:
@@ -185,6 +181,12 @@ class Machine:
     @property
     def _hbm(self) -> float:
         return self.gpu.hbm_gbs * HBM_SHARE * 1e3  # bytes per us
+
+
+def left(costs: Costs, ctas: int | None) -> int | None:
+    """SMs that a fused collective of so many thread blocks leaves to GEMMs; None where it holds none."""
+    held = costs.held(ctas)
+    return int(gemms.gemm_sms(costs.gpu, held)) if held else None
 
 
 def machine_of(gpu: Gpu | str | None, tp: int = 1, transport: str | None = None, runtime: Runtime = GRAPH) -> Machine:

@@ -58,6 +58,11 @@ class Scheme:
         return f"{blocks}, {'+'.join(self.told) or 'none'} told" + (", late" if self.late else "")
 
 
+def told_schemes(ctas: int | None, cluster: int | None) -> tuple[Scheme, Scheme]:
+    """With so many blocks, what runs beside them told: collectives at once, and late."""
+    return Scheme(ctas, cluster, FIRST_GEMMS), Scheme(ctas, cluster, LATE_GEMMS, late=True)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one step of ``tokens`` rows is run. A pure function of what all ranks know, so ranks always agree.

@@ -19,7 +19,7 @@ from tokenweave.planning.batch import Batch, runs_of
 from tokenweave.planning.cost import MOST_TOKENS, CostModel
 from tokenweave.planning.explanation import Cut, Explanation, Waves
 from tokenweave.planning.hardware import Gpu
-from tokenweave.planning.machine import Costs, Machine, machine_of
+from tokenweave.planning.machine import Costs, Machine, left, machine_of
 from tokenweave.planning.plan import Mode, Plan, Scheme, StepTimes, woven_plan
 from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
@@ -208,7 +208,7 @@ class Planner:
         model, tokens = self.model, batch.tokens
         if not len(others := even_cuts(tokens, model.gpu)):
             return None
-        sms = np.array([gemm_sms(model.gpu, model.held(scheme.ctas)) for scheme in model.schemes])
+        sms = np.array([gemm_sms(model.gpu, model.held(each.ctas)) for each in model.schemes])
         neutral = [others[:0]] * len(sms) if model.costs.measured else model.tiling.neutral_cuts(tokens, sms)
         allowed = [cuts if len(cuts) else others for cuts in neutral]
         cuts = np.concatenate(allowed)
@@ -268,7 +268,7 @@ class Planner:
         return tuple(found.values())
 
     def _woven_plan(self, woven: _Woven) -> Plan:
-        return woven_plan(woven.cut, woven.scheme, self.model.left(woven.scheme.ctas))
+        return woven_plan(woven.cut, woven.scheme, left(self.model.costs, woven.scheme.ctas))
 
     def _waves(self, tokens: int, plan: Plan) -> Waves:
         model = self.model

@@ -28,8 +28,7 @@ from tokenweave.models.llama import gated
 from tokenweave.models.mixtral import MixtureMLP
 from tokenweave.models.rotary import Rotary
 from tokenweave.planning import Mode, Plan
-from tokenweave.planning.gemms import gemm_sms
-from tokenweave.planning.machine import Machine
+from tokenweave.planning.machine import Machine, left
 from tokenweave.planning.plan import GEMMS, Scheme, woven_plan
 from tokenweave.planning.profile_points import (
     AllReducePoint,
@@ -102,7 +101,7 @@ class GpuPieces:
     def warm_up(self, seconds: float = 0.5) -> None:
         """Brings clocks and temperature to where they are under load."""
         end = time.monotonic() + seconds
-        calls = self._gemm_calls("gate_up", self._rig.rows("gate_up", min(4096, self._most)), None)
+        calls = self._gemm_calls("gate_up", self._rig.rows("gate_up", min(4096, self._most)))
         while time.monotonic() < end:
             with torch.inference_mode():
                 for call in calls:
@@ -146,9 +145,9 @@ class GpuPieces:
         gemm = self._rig.gemms[name]
         return float(self.machine.gemm_us(rows, gemm.n, gemm.k, experts=gemm.experts))
 
-    def _gemm_calls(self, name: str, rows: int, target: int | None) -> list[Call]:
+    def _gemm_calls(self, name: str, rows: int) -> list[Call]:
         """One for each layer's weights."""
-        return [self._gemm_call(name, layer, rows, target) for layer in self._model.layers]
+        return [self._gemm_call(name, layer, rows, None) for layer in self._model.layers]
 
     def _gemm_call(self, name: str, layer: Any, rows: int, target: int | None) -> Call:
         attention, mlp = layer.attention, layer.mlp
@@ -174,7 +173,7 @@ class GpuPieces:
         return told
 
     def _measure_gemm(self, point: GemmPoint) -> list[float]:
-        calls = self._gemm_calls(point.name, point.rows, None)
+        calls = self._gemm_calls(point.name, point.rows)
         return self._chains.alone(self._chains.compute, calls, self._gemm_us(point.name, point.rows))
 
     # ---- collectives
@@ -199,7 +198,7 @@ class GpuPieces:
         us = self._collective_us(point.tokens, point.ctas or None)
         if point.kind != "beside":
             return self._chains.alone(self._chains.comm, [call], us)
-        target = int(gemm_sms(self.machine.gpu, self.machine.held(point.ctas)))
+        target = left(self.machine, point.ctas)
         rows = {name: self._rig.rows(name, point.tokens) for name in self._rig.gemms}
         beside = [self._gemm_call(name, self._model.layers[0], rows[name], target) for name in self._rig.gemms]
         each = sum(self._gemm_us(name, rows[name]) for name in self._rig.gemms)
@@ -301,7 +300,7 @@ class GpuPieces:
         return self._chains.host_us(graph.replay, 1)
 
     def _woven_plan(self, split: int, scheme: Scheme) -> Plan:
-        return woven_plan(split, scheme, int(gemm_sms(self.machine.gpu, self.machine.held(scheme.ctas))))
+        return woven_plan(split, scheme, left(self.machine, scheme.ctas))
 
     def _fork(self) -> None:
         """A side stream takes part, as a woven step's collective does: two empty kernels, one after the other."""

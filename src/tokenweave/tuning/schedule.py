@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tokenweave.planning.plan import FIRST_GEMMS, GEMMS, LATE_GEMMS, Scheme
+from tokenweave.planning.plan import FIRST_GEMMS, GEMMS, Scheme, told_schemes
 from tokenweave.planning.profile_points import (
     AllReducePoint,
     AttentionPoint,
@@ -64,13 +64,10 @@ class Setting:
     def schemes(self) -> tuple[Scheme, ...]:
         """To try for woven steps: with every number of blocks, GEMMs told or not, collectives at once or late."""
         most = max((ctas for ctas, _ in self.blocks), default=0)
-        found: dict[Scheme, None] = {}
+        found: list[Scheme] = []
         for ctas, cluster in self.blocks:
             if ctas >= min(LEAST_BLOCKS, most):
-                clusters = cluster if cluster > 1 else None
-                found[Scheme(ctas, clusters, FIRST_GEMMS)] = None
-                found[Scheme(ctas, clusters, LATE_GEMMS, late=True)] = None
-                found[Scheme(ctas)] = None
+                found += [*told_schemes(ctas, cluster if cluster > 1 else None), Scheme(ctas)]
         return tuple(found) or (Scheme(told=FIRST_GEMMS), Scheme())
 
 

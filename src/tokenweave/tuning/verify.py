@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+from tokenweave.bench.latency.sweep import aligned
 from tokenweave.planning import Planner
 from tokenweave.planning.plan import Scheme
 
@@ -142,8 +143,10 @@ def _schemes(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """How often every scheme takes the fastest one's time, by tokens; the best on average first. None without any."""
     times: dict[str, dict[int, float]] = {}
     for entry in sweep:
-        if entry["mode"] == "woven" and entry["variant"].startswith("cut ") and ", at" not in entry["variant"]:
-            plan = entry["plan"]
+        if entry["mode"] != "woven" or entry["variant"] == "planned":
+            continue
+        plan = entry["plan"]
+        if plan["split"] == aligned(entry["tokens"] // 2, entry["tokens"]):
             told = tuple(dict.fromkeys(key.split("/")[0] for key in plan["gemm_sms"]))
             scheme = Scheme(plan["ctas"], plan["cluster"], told, bool(plan["start_at"]))
             of = times.setdefault(str(scheme), {})

@@ -147,8 +147,8 @@ class LatencyBench:
             yield swept_fused(steps, planned, tokens, self._best) if self._config.sweep else planned
         if "woven" in modes and tokens > 1:
             planned = steps.of_plan("woven", "planned", plan(tokens, mode=Mode.WOVEN), tokens)
-            sms = self._planner.model.gpu.sms
-            yield swept_woven(steps, planned, tokens, sms, self._best) if self._config.sweep else planned
+            costs = self._planner.model.costs
+            yield swept_woven(steps, planned, tokens, costs, self._best) if self._config.sweep else planned
         if "auto" in modes:
             yield steps.of_plan("auto", "planned", plan(tokens, mode="auto"), tokens)
         if "no_comm" in modes:

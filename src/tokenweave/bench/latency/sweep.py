@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tokenweave.bench.steps import PrefillSteps, Variant
 from tokenweave.planning import Mode, Plan
+from tokenweave.planning.machine import Costs, left
 from tokenweave.planning.plan import FIRST_GEMMS, GEMMS, LATE_GEMMS, Scheme, woven_plan
 
 _SCHEMES = (
@@ -31,12 +32,12 @@ def _fused_candidates(steps: PrefillSteps, tokens: int) -> Iterator[Variant]:
         yield steps.of_plan("fused", f"ctas {ctas or 'default'}", Plan(Mode.FUSED, ctas=ctas), tokens)
 
 
-def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, sms: int, best: Best) -> Variant:
-    """Schemes at an even cut, then cuts; one after the other. ``sms``: of the GPU."""
+def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, costs: Costs, best: Best) -> Variant:
+    """Schemes at an even cut, then cuts; one after the other. ``costs``: of the machine."""
     even = aligned(tokens // 2, tokens)
 
     def variant(scheme: Scheme) -> Variant:
-        plan = woven_plan(even, scheme, sms - (scheme.ctas or 0))
+        plan = woven_plan(even, scheme, left(costs, scheme.ctas))
         return steps.of_plan("woven", f"cut {even}, {scheme}", plan, tokens)
 
     shapes = [planned, *map(variant, _SCHEMES)]

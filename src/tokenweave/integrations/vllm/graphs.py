@@ -23,6 +23,7 @@ from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.measured import LONG_MS, MOST_MS, REPEATS, SCHEME_SIZES, SIZES, milliseconds
 from tokenweave.integrations.vllm.step import Cut
 from tokenweave.planning import Mode, Plan
+from tokenweave.planning.batch import Batch, runs_of
 
 if TYPE_CHECKING:
     from tokenweave.integrations.vllm.runtime import Runtime
@@ -158,7 +159,7 @@ class Graphs:
 
     def _predicted_ms(self, size: int) -> float:
         """Of a stock step; the same on all ranks."""
-        return self._runtime.choice.planner.explain(size, mode=Mode.SEQUENTIAL).predicted_ms["sequential"]
+        return self._runtime.choice.planner.model.unsplit_us(Batch(runs_of([(size, 0)])), "sequential") / 1e3
 
     def make_at_start(self, tables: Tables, layers: int) -> None:
         """Makes the graphs of the sizes that matter most, and drops those that only were measured; every rank calls it.
