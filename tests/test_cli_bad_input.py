@@ -44,12 +44,19 @@ def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     "option",
     [
         "--replicas 1000000000", "--requests 100000000000", "--memory-gib 1e300", "--overhead-us 1e300",
-        "--ttft-target nan", "--ttft-target -1", "--tpot-target 0", "--seed -1", "--plot picture.foo", "--plot picture",
+        "--ttft-target nan", "--ttft-target -1", "--ttft-target inf", "--tpot-target inf", "--tpot-target 0", "--seed -1", "--plot picture.foo", "--plot picture",
         "--json /proc/none.json", "--json /dev/null/x.json", "--json /", "--plot /proc/none.svg",
     ],
 )  # fmt: skip
 def test_simulate_refuses(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert option.split()[0].removeprefix("--").partition("-")[0] in refused(f"{SIMULATE} {option}", capsys).casefold()
+
+
+def test_simulate_writes_json_to_what_is_no_file_too(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*SIMULATE.split(), "--json", "/dev/stdout"]) == 0
+    out = capfd.readouterr().out
+    assert json.loads(out[out.index("\n{") :])["runs"]
+    assert "sequential" in out[: out.index("\n{")], "what was printed before is still there"
 
 
 def test_rates_at_which_requests_never_arrive(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,5 +172,13 @@ def test_an_output_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     kept.write_text("before")
     check_output("--plot", kept, PICTURES)
     assert kept.read_text() == "before"
+    (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "link").symlink_to(tmp_path / "further" / "result.json")
+    for path in (tmp_path / "null", tmp_path / "link"):
+        check_output("--json", path)
+        assert path.is_symlink()
+    assert list((tmp_path / "further").iterdir()) == []
+    with pytest.raises(RequestError, match=r"--out .*null: it is no regular file; expected a file"):
+        check_output("--out", tmp_path / "null", streams=False)
     with pytest.raises(RequestError, match="no files can be written"):
         check_folder("--out", kept)

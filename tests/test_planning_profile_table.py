@@ -70,32 +70,75 @@ def _resealed(change):
     return json.dumps({**content, "digest": profile_table._digest(content)})
 
 
+def _gemm(*row):
+    return lambda c: c["times"]["gemm"].append(list(row))
+
+
+def _step(**changes):
+    """A good row but for ``changes``."""
+    row = {"mode": "woven", "tokens": 64, "layers": 4, "split": 32, "ctas": 8, "cluster": 2, "told": "", "late": False}
+    return lambda c: c["times"]["step"].append([*{**row, **changes}.values(), 1.0])
+
+
+@pytest.mark.parametrize("good", [_gemm("qkv", 96, 1.0), _step(), _step(split=None, ctas=0)])
+def test_rows_of_the_right_form_are_taken(good):
+    """So that what the next test changes in them is what is refused there."""
+    assert len(parse_table(_resealed(good), "file").times) == len(SMALL.times) + 1
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("change", "reason"),
     [
-        lambda c: c["times"]["gemm"][0].pop(),
-        lambda c: c["times"]["gemm"][0].append(1.0),
-        lambda c: c["times"]["gemm"].append(["qkv", "64", 0, None, 1.0]),
-        lambda c: c["times"]["gemm"].append(["qkv", True, 0, None, 1.0]),
-        lambda c: c["times"]["gemm"].append(["qkv", 64, 0, None, -1.0]),
-        lambda c: c["times"]["gemm"].append(["qkv", 64, 0, None, 0.0]),
-        lambda c: c["times"]["gemm"].append(["qkv", 64, 0, None, 1e300]),
-        lambda c: c["times"]["gemm"].append(["qkv", 0, 0, None, 1.0]),
-        lambda c: c["times"]["attention"].append([64, 0, 0, 1.0]),
-        lambda c: c["times"]["step"].append(["fused", 64, 0, None, 0, 1.0]),
-        lambda c: c["times"]["step"].append(["woven", 64, 4, -1, 4, 1.0]),
-        lambda c: c["times"]["gemm"].append(["qkv", 64, 0, None, "fast"]),
-        lambda c: c["times"].pop("overhead"),
-        lambda c: c["identity"].pop("driver"),
-        lambda c: c["identity"].update(extra=1),
-        lambda c: c["identity"].update(tp="2"),
-        lambda c: c["identity"]["shape"].update(hidden=1.5),
-        lambda c: c.pop("info"),
+        (lambda c: c["times"]["gemm"][0].pop(), r"argument 2 is shorter"),
+        (lambda c: c["times"]["gemm"][0].append(1.0), r"argument 2 is longer"),
+        (lambda c: c["times"]["gemm"].append(5), "cannot unpack"),
+        (_gemm("qkv", "64", 1.0), r"GemmPoint\.rows is '64'"),
+        (_gemm("qkv", True, 1.0), r"GemmPoint\.rows is True"),
+        (_gemm(None, 64, 1.0), r"GemmPoint\.name is None"),
+        (_gemm("qkv", 0, 1.0), r"GemmPoint\.rows is 0; expected 1 to"),
+        (_gemm("qkv", 2**63, 1.0), rf"GemmPoint\.rows is {2**63}; expected 1 to {2**31 - 1}"),
+        (_gemm("qkv", 10**400, 1.0), r"GemmPoint\.rows is 10{39}; expected 1 to"),
+        (_gemm("qkv", 64, -1.0), r"a time of -1\.0 us in gemm"),
+        (_gemm("qkv", 64, 0.0), r"a time of 0\.0 us in gemm"),
+        (_gemm("qkv", 64, 1e300), r"a time of 1e\+300 us in gemm"),
+        (_gemm("qkv", 64, 10**400), r"a time of 10+ us in gemm"),
+        (_gemm("qkv", 64, "fast"), r"a time of 'fast' us in gemm"),
+        (_gemm("qkv", 64, True), r"a time of True us in gemm"),
+        (lambda c: c["times"]["attention"].append([64, 0, 0, 1.0]), r"AttentionPoint\.sequences is 0; expected 1 to"),
+        (_step(layers=0), r"StepPoint\.layers is 0; expected 1 to"),
+        (_step(split=-1), r"StepPoint\.split is -1; expected 1 to"),
+        (_step(ctas=-1), r"StepPoint\.ctas is -1; expected 0 to"),
+        (_step(late=0), r"StepPoint\.late is 0"),
+        (lambda c: c["times"].pop("overhead"), "'overhead'"),
+        (lambda c: c["times"].update(gemm=None), "not iterable"),
+        (lambda c: c.update(times=[]), r"times is \[\]; expected an object"),
+        (lambda c: c["identity"].pop("driver"), "driver"),
+        (lambda c: c["identity"].update(extra=1), "extra"),
+        (lambda c: c["identity"].update(tp="2"), r"Identity\.tp is '2'"),
+        (lambda c: c.update(identity=None), "identity is None; expected an object"),
+        (lambda c: c.update(identity=[["gpu", "x"]]), r"identity is \[.*\]; expected an object"),
+        (lambda c: c["identity"]["shape"].update(hidden=1.5), r"Shape\.hidden is 1\.5"),
+        (lambda c: c["identity"].update(shape=[1]), r"shape is \[1\]; expected an object"),
+        (lambda c: c["identity"].update(shape="big"), "shape is 'big'; expected an object"),
+        (lambda c: c["identity"].update(shape=None), "shape is None; expected an object"),
+        (lambda c: c.pop("info"), "'info'"),
+        (lambda c: c.update(info=[1]), r"info is \[1\]; expected an object"),
     ],
 )
-def test_content_of_another_form_is_refused_without_a_traceback(change):
-    with pytest.raises(ProfileError, match=r"file: it is damaged: \w+Error: .*; run `tokenweave tune` again"):
+def test_content_of_another_form_is_refused_without_a_traceback(change, reason):
+    with pytest.raises(
+        ProfileError, match=rf"file: it is damaged: \w+Error: .*{reason}.*; run `tokenweave tune` again"
+    ):
         parse_table(_resealed(change), "file")
+
+
+@pytest.mark.parametrize("value", ["1e400", "-1e400", "NaN", "Infinity", "[" * 993 + "]" * 993])
+def test_numbers_that_are_none_and_deep_nesting_are_refused_without_a_traceback(value):
+    text = table_text(SMALL).replace('"2026-11-29"', value, 1)
+    with pytest.raises(ProfileError, match="file: it is damaged"):
+        parse_table(text, "file")
+    with pytest.raises(ProfileError, match="file: it is damaged"):
+        parse_table(table_text(SMALL).replace("5.25", value, 1), "file")
 
 
 def test_other_files_are_refused_by_what_they_are(tmp_path):
@@ -189,3 +232,10 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path):
     with pytest.raises(ProfileError, match="cannot be written"):
         write_table(SMALL, tmp_path / "folder")
     assert os.listdir(tmp_path / "folder") == []
+
+
+def test_a_table_is_written_through_a_link(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "table.json")
+    write_table(SMALL, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert read_table(tmp_path / "table.json") == SMALL

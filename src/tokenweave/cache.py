@@ -8,8 +8,10 @@ from pathlib import Path
 
 def cache_dir(name: str) -> Path:
     """The folder of one kind of file: ``$TOKENWEAVE_CACHE/<name>``, by default ``~/.cache/tokenweave/<name>``
-    (``$XDG_CACHE_HOME`` counts). It need not exist."""
+    (``$XDG_CACHE_HOME`` counts); ``~`` in any of them is the home. It need not exist."""
     root = os.environ.get("TOKENWEAVE_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tokenweave"
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tokenweave"
     )
-    return Path(root) / name
+    return (
+        Path(os.path.expanduser(root)) / name
+    )  # unlike Path's, it takes any nonsense: writing there says what is wrong

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenweave.errors import RequestError
+from tokenweave.files import target_of
 
 PICTURES = (".svg", ".png", ".pdf")
 """Endings of files that pictures are written to."""
@@ -49,7 +50,7 @@ def command_line(command: Sequence[str], args: argparse.Namespace, names: Iterab
     return words
 
 
-def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
+def check_output(option: str, path: Path | None, endings: tuple[str, ...] = (), *, streams: bool = True) -> None:
     """RequestError, naming the option, for a file that cannot be written: before the work that it is for, not after.
 
     Makes the folders that it is to be in.
@@ -57,6 +58,7 @@ def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) 
     Args:
         path: None is fine: the option was not given.
         endings: of the names that are allowed, such as :data:`PICTURES`; () for any.
+        streams: whether something that is no regular file will do: ``/dev/stdout``, a pipe.
     """
     if path is None:
         return
@@ -65,12 +67,14 @@ def check_output(option: str, path: Path | None, endings: tuple[str, ...] = ()) 
     if os.path.isdir(path):
         raise RequestError(f"{option} {path}: it is a folder; expected a file")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            if not os.access(path, os.W_OK):
-                raise PermissionError(0, "no permission to write to it")
-        else:
-            with tempfile.TemporaryFile(dir=path.parent):
+        if path.exists() and not streams and not path.is_file():
+            raise RequestError(f"{option} {path}: it is no regular file; expected a file, which is replaced")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "no permission to write to it")
+        if path.is_file() or not path.exists():  # it is replaced, by one that is made beside it
+            folder = target_of(path).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
         raise RequestError(f"{option} {path}: it cannot be written: {error.strerror or error}") from None

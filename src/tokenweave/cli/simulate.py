@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 from pathlib import Path
 from typing import Any
 
 from tokenweave.bench.plots import require_matplotlib
+from tokenweave.bench.result import write_result
 from tokenweave.cli.arguments import PICTURES, check_output, check_seed, numbers
 from tokenweave.errors import RequestError
 from tokenweave.models import read_config
@@ -95,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.requests is not None and args.requests > MOST_REQUESTS:
         raise RequestError(f"--requests {args.requests}; expected at most {MOST_REQUESTS}")
     for option, target in (("--ttft-target", args.ttft_target), ("--tpot-target", args.tpot_target)):
-        if target is not None and not target > 0:
-            raise RequestError(f"{option} {target:g}; expected a positive number of milliseconds")
+        if target is not None and not 0 < target < math.inf:
+            raise RequestError(f"{option} {target:g}; expected a positive number of milliseconds, below infinity")
     check_seed(args.seed)
     check_output("--json", args.json)
     check_output("--plot", args.plot, PICTURES)
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
                 print(gain(group[0], other), flush=True)
             runs += group
     if args.json is not None:
-        args.json.write_text(json.dumps({**about, "runs": [run.as_json() for run in runs]}, indent=2) + "\n", "utf-8")
+        write_result({**about, "runs": [run.as_json() for run in runs]}, args.json)
     if args.plot is not None:
         plot(about, runs, args.plot)
     return 0

@@ -10,20 +10,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from tokenweave.errors import ProfileError
+from tokenweave.files import write_whole
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.profile_points import KINDS, Point
 
 VERSION = 3
 _HEADER = "tokenweave profile"
 _MOST_US = 1e9  # of a time that was measured: nothing takes a quarter of an hour
+_MOST = 2**31 - 1  # of a point's numbers: products of two fit into 64 bits, where the planner computes
 _MAY_BE_ZERO = ("context", "ctas")  # of a point's numbers
 
 
@@ -160,25 +160,13 @@ def table_text(table: Table) -> str:
 
 
 def write_table(table: Table, path: Path) -> None:
-    """Writes the file all at once: whoever reads it, or whatever ends this process meanwhile, the old one or the new one is there.
+    """Writes the file all at once, as :func:`tokenweave.files.write_whole` does.
 
     Raises:
         ProfileError: the folder cannot be made or written to.
     """
-    text = table_text(table)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_whole(path, table_text(table))
     except OSError as error:
         raise ProfileError(f"{path}: the table cannot be written: {error.strerror or error}") from None
 
@@ -214,13 +202,13 @@ def parse_table(text: str, where: str) -> Table:
     digest = content.pop("digest", None)
     try:
         whole = digest == _digest(content)
-    except ValueError:  # NaN
+    except (ValueError, RecursionError):  # NaN, infinity, or nested deeper than can be written
         whole = False
     if not whole:
         raise ProfileError(f"{where}: it is damaged: its content and its digest do not agree; {again}")
     try:
         table = _decoded(content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProfileError(f"{where}: it is damaged: {type(error).__name__}: {error}; {again}") from None
     if not table.complete:
         raise ProfileError(
@@ -230,22 +218,31 @@ def parse_table(text: str, where: str) -> Table:
 
 
 def _decoded(content: dict[str, Any]) -> Table:
-    identity = dict(content["identity"])
-    identity["shape"] = _checked(Shape, identity["shape"])
+    identity = {**_object(content, "identity")}
+    identity["shape"] = _checked(Shape, _object(identity, "shape"))
+    rows_of = _object(content, "times")
     times: dict[Point, float] = {}
     for name, kind in KINDS.items():
         fields = [f.name for f in dataclasses.fields(kind)]
-        for *values, us in content["times"][name]:
+        for *values, us in rows_of[name]:
             if not isinstance(us, int | float) or isinstance(us, bool) or not 0 < us < _MOST_US:
-                raise ValueError(f"a time of {us!r} us in {name}")
+                raise ValueError(f"a time of {us!r:.40} us in {name}")
             given = dict(zip(fields, values, strict=True))
             point = _checked(kind, given)
             for field_name, value in given.items():
                 least = 0 if field_name in _MAY_BE_ZERO else 1
-                if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                    raise ValueError(f"{kind.__name__}.{field_name} is {value}")
+                if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= _MOST:
+                    raise ValueError(f"{kind.__name__}.{field_name} is {value!r:.40}; expected {least} to {_MOST}")
             times[point] = float(us)
-    return Table(_checked(Identity, identity), times, content["info"], content["complete"] is True)
+    return Table(_checked(Identity, identity), times, _object(content, "info"), content["complete"] is True)
+
+
+def _object(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A member that is an object itself; KeyError or TypeError where it is none."""
+    value = content[name]
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is {value!r:.40}; expected an object")
+    return value
 
 
 def _checked(kind: type[Any], values: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from tokenweave.bench.timing import slowest_rank
 from tokenweave.errors import ProfileError, RequestError
+from tokenweave.files import target_of
 from tokenweave.planning.profile_table import Identity, Table, write_table
 from tokenweave.tuning.schedule import Setting
 from tokenweave.tuning.tuner import Pieces, Tuner
@@ -104,13 +106,13 @@ def _same(identity: Identity, group: dist.ProcessGroup) -> None:
 
 def _writable(path: Path) -> str | None:
     """Why a table cannot be written there; None if it can."""
-    probe = path.with_name(f".{path.name}.probe")
+    target = target_of(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            return f"{path}: it is a folder; --out takes a file"
-        probe.write_text("")
-        probe.unlink()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            return f"{path}: it is {'a folder' if path.is_dir() else 'no regular file'}; --out takes a file"
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
     except OSError as error:
         return f"{path}: the table cannot be written: {error.strerror or error}"
     return None

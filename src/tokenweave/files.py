@@ -1,0 +1,74 @@
+"""How files are written: all at once, so that whoever reads, or whatever ends this process, meets the old one or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+_ENDING = ".tokenweave-part"
+_LEFT_BEHIND = (
+    600.0  # seconds; no write takes as long, so that an older part is one whose process was killed in the middle
+)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file, in a folder that is made where there is none.
+
+    A link's target is what is written. What is no regular file (``/dev/stdout``, ``/dev/null``, a pipe) is written to as it
+    stands, since there is nothing to keep whole.
+
+    Raises:
+        OSError: it cannot be written; a file of before is as it was.
+    """
+    if (stream := _standard_stream(path)) is not None:
+        with os.fdopen(os.dup(stream), "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    if path.exists() and not path.is_file():
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return
+    target = target_of(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clear(target.parent)
+    # Short, whatever the target is called: a name of 255 bytes is one that a file can have.
+    handle, part = tempfile.mkstemp(prefix=".", suffix=_ENDING, dir=target.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(part, target.stat().st_mode & 0o777 if target.exists() else 0o644)
+        os.replace(part, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
+def target_of(path: Path) -> Path:
+    """Where a path leads, through links: what is written there takes the place of a file, and not of a link to it."""
+    return Path(os.path.realpath(path))
+
+
+def _standard_stream(path: Path) -> int | None:
+    """The descriptor of our output or our errors where ``path`` is the same file: opened anew, it would be overwritten from
+    its start."""
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                stream.flush()
+                return descriptor
+    return None
+
+
+def _clear(folder: Path) -> None:
+    """Removes what processes that were killed in the middle of a write have left."""
+    for part in folder.glob(f".*{_ENDING}"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > _LEFT_BEHIND:
+                part.unlink()
