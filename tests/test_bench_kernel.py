@@ -204,7 +204,7 @@ def test_text_table_and_readme_table(result, tmp_path):
     assert "fails at 1, 3, 8, 1, 3, 8" in text
     assert len(result["readme"]["rows"]) == 6
     (tmp_path / "kernel.json").write_text(json.dumps(result))
-    assert "ours / rival" in readme_tables.tables(tmp_path)
+    assert "ours / baseline" in readme_tables.tables(tmp_path)
 
 
 def test_plot(result, tmp_path):

@@ -133,8 +133,8 @@ def test_predictions_are_compared_with_the_steps_that_they_are_of(swept):
     if swept:
         assert made["schemes-llama-9"]["columns"][2:] == ["3500"]
         assert made["schemes-llama-9"]["rows"] == [
-            ["8 / 2, qkv+gate_up told", "1.000", "1.00"],
-            ["4 / 2, qkv+gate_up told, late", "1.500", "1.50"],
+            ["8 / 2, qkv+gate_up limited", "1.000", "1.00"],
+            ["4 / 2, qkv+gate_up limited, late", "1.500", "1.50"],
         ]
     else:
         assert len(made) == 1

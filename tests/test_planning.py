@@ -143,7 +143,7 @@ def test_a_scheme_can_be_asked_for():
         assert planner.plan(3000, mode="fused", scheme=scheme).mode is Mode.FUSED
         assert planner.plan(3000, mode="woven", scheme=scheme, allow_woven=False).mode is Mode.FUSED
     with pytest.raises(
-        RequestError, match=r"scheme 7 / 1, none told; expected as many blocks as one of these.*8 / 2, qkv"
+        RequestError, match=r"scheme 7 / 1, none limited; expected as many blocks as one of these.*8 / 2, qkv"
     ):
         planner.plan(3000, scheme=Scheme(7))
 

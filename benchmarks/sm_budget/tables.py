@@ -1,4 +1,4 @@
-"""The tables of docs/gpu-execution.md out of what ``measure.py`` measured; ``scripts/docs_tables.py`` puts them there."""
+"""The tables of docs/sm-budgets.md out of what ``measure.py`` measured; ``scripts/docs_tables.py`` puts them there."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def tables(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _ways(result: dict[str, Any]) -> dict[str, Any]:
-    """Every way of telling a GEMM, beside the usual collective."""
+    """Every way of limiting a GEMM, beside the usual collective."""
     blocks, cluster = result["config"]["usual"]
     left = result["config"]["sms"] - blocks
     beside = {"blocks": blocks, "cluster": cluster}
     ways = {
-        "nothing": {**beside, "target": None, "library": "cublas", "green": False},
+        "no limit": {**beside, "target": None, "library": "cublas", "green": False},
         f"SM target {left}": {**beside, "target": left, "library": "cublas", "green": False},
         "cublasLt": {**beside, "target": None, "library": "cublaslt", "green": False},
         f"cublasLt, carve-out {blocks}": {**beside, "target": left, "library": "cublaslt", "green": False},
@@ -35,7 +35,7 @@ def _ways(result: dict[str, Any]) -> dict[str, Any]:
         f"green contexts, target {left}": {**beside, "target": left, "library": "cublas", "green": True},
     }
     return {
-        "title": f"GEMMs beside a collective of {blocks} blocks in clusters of {cluster}, by what they are told",
+        "title": f"GEMMs beside a collective of {blocks} blocks in clusters of {cluster}, by what limits them",
         "columns": ["GEMM", "rows", "alone", *ways],
         "rows": [
             [gemm, rows, alone, *(_cell(_find(result, gemm, rows, **way), alone) for way in ways.values())]
@@ -46,7 +46,7 @@ def _ways(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(result: dict[str, Any]) -> dict[str, Any]:
-    """GEMMs that are told what each number of blocks leaves."""
+    """GEMMs that are limited to what each number of blocks leaves."""
     sms = result["config"]["sms"]
     launches = dict.fromkeys((row["blocks"], row["cluster"]) for row in result["held"] if row["cluster"] > 1)
 
@@ -63,7 +63,7 @@ def _fits(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _launches(result: dict[str, Any]) -> dict[str, Any]:
-    """The collective's blocks and clusters, with nothing told and with the SMs that they leave."""
+    """The collective's blocks and clusters, with GEMMs that plan for all SMs, and for those that they leave."""
     sms, rows = result["config"]["sms"], _shown(result)
     launches = list(dict.fromkeys((row["blocks"], row["cluster"]) for row in result["held"] if row["blocks"]))
     shapes = [(gemm, alone) for gemm, of, alone in _shapes(result) if of == rows]
@@ -75,12 +75,12 @@ def _launches(result: dict[str, Any]) -> dict[str, Any]:
                 found = _find(result, gemm, rows, blocks=blocks, cluster=cluster, target=target)
                 line.append(_cell(found, alone))
         lines.append(line)
-    heads = [f"{gemm}, {told}" for gemm, _ in shapes for told in ("not told", "told")]
+    heads = [f"{gemm}, {sms_for}" for gemm, _ in shapes for sms_for in ("all SMs", "limited")]
     return {
         "title": f"GEMMs of {rows} rows beside a collective, by its blocks and clusters",
         "columns": ["blocks", "cluster", "collective, us per 1024 rows", *heads],
         "rows": lines,
-        "note": f"told: an SM target of {sms} minus the blocks. {_NOTE}",
+        "note": f"limited: an SM target of {sms} minus the blocks. {_NOTE}",
     }
 
 

@@ -288,20 +288,20 @@ def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
     runtime, buffers = make_runtime(), Buffers()
     _, tables = buffers.step([7, 8])
     assert [str(scheme) for scheme in runtime.choice.tried] == [
-        "4 / 2, qkv+gate_up told",
-        "4 / 2, qkv+down told, late",
-        "8 / 2, qkv+gate_up told",
-        "8 / 2, qkv+down told, late",
-        "8 / 1, none told",
+        "4 / 2, qkv+gate_up limited",
+        "4 / 2, qkv+down limited, late",
+        "8 / 2, qkv+gate_up limited",
+        "8 / 2, qkv+down limited, late",
+        "8 / 1, none limited",
     ]
     clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 9.5})
-    clock[1024, "8 / 1, none told"] = 0.9  # 8.55 ms a 1000 rows
-    clock[2048, "4 / 2, qkv+down told, late"] = 0.8
-    clock[640, "8 / 1, none told"] = 0.5  # not tried there, but the nearest size's
+    clock[1024, "8 / 1, none limited"] = 0.9  # 8.55 ms a 1000 rows
+    clock[2048, "4 / 2, qkv+down limited, late"] = 0.8
+    clock[640, "8 / 1, none limited"] = 0.5  # not tried there, but the nearest size's
     runtime.capture_at_start(tables, stock_of({640: 10.0, 1024: 10.3, 2048: 30.0}, []))
     assert {size: str(scheme) for size, scheme in runtime.choice.schemes.items()} == {
-        1024: "8 / 1, none told",
-        2048: "4 / 2, qkv+down told, late",
+        1024: "8 / 1, none limited",
+        2048: "4 / 2, qkv+down limited, late",
     }
     plans = {rows: runtime.plan([], rows) for rows in (640, 1024, 1408, 1536, 2048, 4096)}
     assert {plan.mode for plan in plans.values()} == {Mode.WOVEN}

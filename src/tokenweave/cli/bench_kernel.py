@@ -1,4 +1,4 @@
-"""``tokenweave bench kernel``: the fused collective against its rivals, on this machine's GPUs."""
+"""``tokenweave bench kernel``: the fused collective against the baselines, on this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = ("tp", "hidden", "tokens", "ctas", "dtype", "rounds", "only", "seed", 
 
 
 def add_parser(kinds: Any) -> None:
-    summary = "the fused collective against its rivals"
+    summary = "the fused collective against the baselines"
     parser = kinds.add_parser("kernel", help=summary, description=f"Measure {summary}, in one run.")
     parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
     parser.add_argument("--hidden", default="4096", help="row sizes, separated by commas (default %(default)s)")

@@ -53,9 +53,9 @@ class Scheme:
     late: bool = False
 
     def __str__(self) -> str:
-        """E.g. "8 / 2, qkv+gate_up told, late": blocks, of a cluster, and so on."""
+        """E.g. "8 / 2, qkv+gate_up limited, late": blocks, of a cluster, and so on."""
         blocks = "default" if self.ctas is None else f"{self.ctas} / {self.cluster or 1}"
-        return f"{blocks}, {'+'.join(self.told) or 'none'} told" + (", late" if self.late else "")
+        return f"{blocks}, {'+'.join(self.told) or 'none'} limited" + (", late" if self.late else "")
 
 
 def told_schemes(ctas: int | None, cluster: int | None) -> tuple[Scheme, Scheme]:

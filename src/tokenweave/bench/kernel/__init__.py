@@ -1,1 +1,1 @@
-"""The fused collective against its rivals: ``tokenweave bench kernel``; and its kernels one at a time, for profilers."""
+"""The fused collective against the baselines: ``tokenweave bench kernel``; and its kernels one at a time, for profilers."""

@@ -28,7 +28,7 @@ def short_name(row: dict[str, Any]) -> str:
 
 
 def progress(rows: list[dict[str, Any]]) -> str:
-    """One line for one number of tokens: ours and the best rival."""
+    """One line for one number of tokens: ours and the best baseline."""
     first, best, rival = rows[0], _best(rows, "ours"), _best(rows, "rival")
     text = f"hidden {first['hidden']}, {first['tokens']} tokens:"
     if best is not None:
@@ -41,7 +41,7 @@ def progress(rows: list[dict[str, Any]]) -> str:
 
 
 def text(result: dict[str, Any]) -> str:
-    """A table a hidden size: microseconds of all implementations, and ours over the best rival with its interval."""
+    """A table a hidden size: microseconds of all implementations, and ours over the best baseline with its interval."""
     parts = [machine_line(result["environment"], result["rows"][0]["ranks"])] if result["rows"] else []
     for hidden in result["config"]["hidden"]:
         rows = [row for row in result["rows"] if row["hidden"] == hidden]
@@ -59,7 +59,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def finish(result: dict[str, Any]) -> None:
-    """Adds what the README's tables are made of: the machine as a line, and ours beside the best rival of every size."""
+    """Adds what the README's tables are made of: the machine as a line, and ours beside the best baseline of every size."""
     rows = result["rows"]
     if not rows:
         return
@@ -79,10 +79,18 @@ def finish(result: dict[str, Any]) -> None:
     if cells:
         result["readme"] = {
             "title": f"Fused all-reduce + residual + RMSNorm, {rows[0]['ranks']} GPUs, {rows[0]['dtype']}",
-            "columns": ["hidden", "tokens", "ours, us", "which", "best rival, us", "which", "ours / rival (95 %)"],
+            "columns": [
+                "hidden",
+                "tokens",
+                "ours, us",
+                "which",
+                "best baseline, us",
+                "which",
+                "ours / baseline (95 %)",
+            ],
             "rows": cells,
             "note": f"Medians of {result['config']['rounds']} paired rounds of CUDA-graph replays, the slowest rank's time; "
-            "the best of ours beside the best rival, below 1 ours is faster.",
+            "the best of ours beside the best baseline, below 1 ours is faster.",
         }
 
 
@@ -91,7 +99,7 @@ def _table(hidden: int, rows: list[dict[str, Any]]) -> str:
     order = {kind: i for i, kind in enumerate(("ours", "rival", "part"))}
     kinds = {short_name(row): row["kind"] for row in rows}
     names.sort(key=lambda name: order[kinds[name]])
-    lines = [["tokens", *names, "ours/rival", "95 %", ""]]
+    lines = [["tokens", *names, "ours/baseline", "95 %", ""]]
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         same = {short_name(row): row for row in rows if row["tokens"] == tokens}
         cells = [f"{same[name]['us']:.1f}" if name in same else "-" for name in names]

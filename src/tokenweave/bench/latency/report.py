@@ -130,13 +130,13 @@ def finish(result: dict[str, Any]) -> None:
             ]
         cells.append(line)
     heads = [f"{mode}, ms" for mode in modes]
-    heads += [head for mode in ours for head in (f"sequential / {mode}", f"no_comm / {mode}")]
+    heads += [head for mode in ours for head in (f"{mode}: speed-up", f"no_comm / {mode}")]
     result["readme"] = {
         "title": f"Prefill step, {settings['model']}, {settings['layers']} layers, {settings['ranks']} GPUs, {settings['dtype']}",
         "columns": ["tokens", *heads],
         "rows": cells,
         "note": f"Medians of {settings['rounds']} paired rounds of CUDA-graph replays, the slowest rank's time, with 95 % "
-        "intervals of the ratios. sequential is the fastest of "
+        "intervals. Speed-up: sequential / mode; sequential is the fastest of "
         f"{', '.join(dict.fromkeys(entry['variant'] for entry in result['sequential'])) or 'none'}, each with "
         "a fused add-RMSNorm; no_comm removes the collectives and nothing else.",
     }
