@@ -43,6 +43,7 @@ docs: .venv-test/.ready
 	.venv-test/bin/python scripts/draw_weave.py
 	.venv-test/bin/python scripts/readme_tables.py
 	.venv-test/bin/python scripts/planning_tables.py
+	.venv-test/bin/python scripts/verify_tables.py
 	.venv-test/bin/python scripts/docs_tables.py
 
 clean:

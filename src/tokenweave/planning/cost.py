@@ -20,6 +20,9 @@ from tokenweave.planning.waves import BYTES, Gemm, Tiling, attention_gemms, gemm
 MOST_TOKENS = 2**22  # of a step: as far as the tables reach; no GPU holds more at once
 STEPPED_TOKENS = 16384  # up to here the tables have a column for every row step, beyond so many for every doubling:
 COLUMNS_PER_DOUBLING = 64
+FINE_ROWS, FINE_STEP = 512, 32
+"""Up to so many rows `tune` measures GEMMs in finer steps than tiles are high, since libraries choose among many kernels
+there; times between them are straight lines."""
 
 # Kernels of a step's stages and of what ends them; what an eager step launches.
 EMBED_LAUNCHES, HEAD_LAUNCHES = 6, 2
@@ -63,6 +66,7 @@ class CostModel:
         self._ctas = list(dict.fromkeys(scheme.ctas for scheme in self.schemes))
         self._scheme_send = np.array([self._ctas.index(scheme.ctas) for scheme in self.schemes])
         self._held = sorted({0, *self._scheme_held.tolist()})
+        self._straight = FINE_ROWS if costs.measured else 0  # rows up to which times are straight lines between columns
         self._tables: dict[str, np.ndarray] = {}
         self._tabulate()
         # A plan asks for the same few of these several times.
@@ -75,7 +79,7 @@ class CostModel:
         return self.costs.held(ctas)
 
     def _tabulate(self) -> None:
-        """us by rows: one column for every row up to a row step, then for row steps, then for equal ratios.
+        """us by rows: one column for every row up to a row step, then for (fine and) row steps, then for equal ratios.
 
         Pieces of stages, all but the attention itself: float64 [2, held SMs, rows], [0] alone, [1] beside the held SMs.
         Collectives: float64 [CTAs, rows].
@@ -84,7 +88,9 @@ class CostModel:
         octaves = (MOST_TOKENS // STEPPED_TOKENS).bit_length() - 1
         ratios = np.exp2(np.arange(1, octaves * COLUMNS_PER_DOUBLING + 1) / COLUMNS_PER_DOUBLING)
         beyond = np.round(STEPPED_TOKENS * ratios / step).astype(np.int64) * step
-        rows = np.concatenate([np.arange(step), np.arange(step, STEPPED_TOKENS + 1, step), beyond])
+        stepped = np.arange(step, STEPPED_TOKENS + 1, step)
+        fine = np.arange(FINE_STEP, self._straight + 1, FINE_STEP)
+        rows = np.unique(np.concatenate([np.arange(step), fine, stepped, beyond]))
         self._rows = rows
         streamed = {"attention": self._rope_bytes, "gate_up": 0, "down": self._activation_bytes}
         launches = {"attention": ATTENTION_LAUNCHES, "gate_up": 1, "down": MLP_LAUNCHES - 1}
@@ -144,7 +150,8 @@ class CostModel:
             late: the collective lets gate_up finish, which then has all SMs, before it starts: bool or bool [...].
         """
         column, back = self._column(rows)
-        back = np.where(rows > STEPPED_TOKENS, back, 0.0)  # as the next row step: tiles are as high
+        stepped = (rows > self._straight) & (rows <= STEPPED_TOKENS)  # as the next row step: tiles are as high
+        back = np.where(stepped, 0.0, back)
         of_held = np.searchsorted(self._held, held)
         attend = [
             self.costs.attention_us(*attention, self._query, self._kv, rows=rows, held=busy) for busy in (0, held)

@@ -27,6 +27,7 @@ from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 GAIN, MEASURED_GAIN = 0.96, 0.98
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
+STEPS_TIE = 0.015  # the same where whole steps, cut in the middle, were measured: of other cuts less is known
 CHEAPER = 1.02  # a step may take so much longer for GEMMs that lose less: what hides collectives is known less well
 CACHED_PLANS = 8192
 SHOWN_CUTS = 5
@@ -220,7 +221,10 @@ class Planner:
 
     def _cheap(self, tokens: int, cuts: np.ndarray, times: np.ndarray) -> np.ndarray:
         """Which cuts cost the GEMMs no more than an equal one does; of those, the ones that cost at most half as much (or the
-        least there is), where the step hardly takes longer for it: bool [n]. All, where none is so cheap."""
+        least there is), where the step hardly takes longer for it: bool [n]. All, where none is so cheap, and where whole
+        steps were measured, which say more than GEMMs alone."""
+        if self.model.costs.steps:
+            return np.ones(len(cuts), dtype=bool)
         cost, step = self.model.cut_us(tokens, cuts), row_step(self.model.gpu)
         equal = float(
             self.model.cut_us(tokens, max(step, tokens // 2 // step * step) if tokens > step else tokens // 2)
@@ -232,12 +236,13 @@ class Planner:
         return half if half.any() and times[half].min() <= times[cheap].min() * CHEAPER else cheap
 
     def _best_woven(self, batch: Batch, scheme: Scheme | None = None) -> _Woven | None:
-        """The best cut and scheme: the shortest makespan (see TIE). None for a single row."""
+        """The best cut and scheme: the shortest makespan (see TIE, STEPS_TIE). None for a single row."""
         if (candidates := self._candidates(batch, scheme)) is None:
             return None
         cuts, schemes, times = candidates
         times = np.where(self._cheap(batch.tokens, cuts, times), times, np.inf)
-        close = np.nonzero(times <= times.min() * (1 + TIE))[0]
+        tie = STEPS_TIE if self.model.costs.steps else TIE
+        close = np.nonzero(times <= times.min() * (1 + tie))[0]
         best = close[np.lexsort((times[close], abs(2 * cuts[close] - batch.tokens)))[0]]
         return _Woven(int(cuts[best]), scheme or self.model.schemes[schemes[best]], float(times[best]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,9 @@ from tokenweave.models import Model, ModelConfig
 from tokenweave.models.dummy import dummy_model
 from tokenweave.planning.waves import Gemm, attention_gemms, mlp_gemms
 
-MAX_LAYERS = 4
+LAYERS = 4
+"""As many as memory allows up to this: weights that take turns come from memory and not from L2, and of a whole step's
+collectives all but the last are hidden, as in a model of many layers."""
 MAX_POSITIONS = 1 << 19  # of the K/V cache that attention is measured over
 _MEMORY_SHARE = 0.6  # of the free memory that the weights and buffers may take
 
@@ -23,7 +24,7 @@ class Rig:
     """One rank's.
 
     Attributes:
-        model: of as many layers as it takes that weights come from memory when they take turns.
+        model: of :data:`LAYERS` layers, or as many as fit.
         max_tokens: rows of the longest step. device: of everything.
         gemms: name -> a layer's GEMM.
         x: [max_tokens * experts per token, hidden], normalised rows. heads: [max_tokens, query columns].
@@ -101,7 +102,7 @@ def rig_of(config: ModelConfig, max_tokens: int, group: dist.ProcessGroup, devic
 
 
 def _layers(config: ModelConfig, ranks: int, max_tokens: int, device: torch.device) -> int:
-    """Layers whose smallest weight takes turns through twice the L2 cache, as far as there is memory.
+    """:data:`LAYERS`, or as many as there is memory for.
 
     Raises:
         RequestError: there is none for a single layer.
@@ -112,11 +113,10 @@ def _layers(config: ModelConfig, ranks: int, max_tokens: int, device: torch.devi
     buffers = 2 * max_tokens * (8 * config.hidden + routed * sum(g.n + g.k for g in gemms))
     buffers += 2 * 2 * config.vocab * config.hidden // ranks + 2 * 2 * MAX_POSITIONS * gemms[0].n
     free = _MEMORY_SHARE * torch.cuda.mem_get_info(device)[0] - buffers
-    wanted = math.ceil(2 * torch.cuda.get_device_properties(device).L2_cache_size / min(weights))
     possible = int(free // sum(weights))
     if possible < 1:
         raise RequestError(
             f"tune: one layer and its buffers take {(buffers + sum(weights)) / 2**30:.1f} GiB, of which there is no room; "
             "take a smaller --max-tokens, or end what else uses the GPU"
         )
-    return max(1, min(wanted, possible, MAX_LAYERS))
+    return min(possible, LAYERS)

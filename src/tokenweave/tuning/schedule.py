@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenweave.planning.cost import FINE_ROWS, FINE_STEP
 from tokenweave.planning.plan import FIRST_GEMMS, GEMMS, Scheme, told_schemes
 from tokenweave.planning.profile_points import (
     AllReducePoint,
@@ -24,7 +25,7 @@ from tokenweave.planning.profile_points import (
 )
 
 OVERHEADS = ("kernel", "fork", "replay_host", "layer_host", "woven_layer_host")
-GEMM_ROWS = ((512, 32), (4096, 64), (8192, 128), (16384, 512))  # up to so many rows, in steps of
+GEMM_ROWS = ((FINE_ROWS, FINE_STEP), (4096, 64), (8192, 128), (16384, 512))  # up to so many rows, in steps of
 FEW_ROWS = (1, 16)
 BESIDE_ROWS = (512, 1280, 3072)  # of collectives beside GEMMs
 LEAST_WOVEN = 128  # tokens of the shortest woven step
