@@ -315,3 +315,61 @@ def test_one_fixed_scheme_is_nearly_as_good_as_the_best(model, percent):
     assert 2 <= both <= 3.15
     slow = [mean for name, mean in means.items() if name.split(" ")[0] in ("12", "16") or name.startswith("8 / 4")]
     assert 6 <= min(slow) <= max(slow) <= 7.5
+
+
+def test_what_chains_beside_a_collective_were_worth_is_measured():
+    """docs/tuning.md, "From parts to steps"."""
+    models = json.loads((RESULTS / "h200x2-parts-or-steps.json").read_text("utf-8"))["models"]
+    errors = {
+        kind: [model["left_out_errors"][kind]["largest"] for model in models.values()] for kind in ("beside", "free")
+    }
+    assert (round(max(errors["beside"]), 2), round(max(errors["free"]), 2)) == (0.48, 0.10)
+    of_steps = models["Llama-3.1-8B"]["ratios"]["free"].values()
+    ratios = [ratio for scheme in of_steps for tokens, ratio in scheme.items() if int(tokens) >= 700]
+    assert (round(min(ratios), 2), round(max(ratios), 2)) == (1.07, 1.30)
+    by_parts = json.loads((RESULTS / "h200x2-verify-by-parts-llama-3.3-70b.json").read_text("utf-8"))["summary"][
+        "choice"
+    ]
+    assert (round(by_parts["median"], 3), round(by_parts["largest"], 3)) == (0.035, 0.134)
+
+
+def test_what_is_said_of_the_plugin_was_measured():
+    """docs/vllm.md, "How"."""
+    result = json.loads((RESULTS / "h200x2-vllm-4-layers.json").read_text("utf-8"))
+    latency = result["latency"]
+    assert {tokens: round(modes["auto"]["speedup"], 2) for tokens, modes in latency.items()} == {
+        "1024": 1.57,
+        "2048": 1.14,
+        "4096": 1.14,
+    }
+    assert [round(latency[tokens]["stock"]["ms"], 1) for tokens in ("1024", "2048")] == [12.5, 10.6]
+    document = (ROOT / "docs" / "vllm.md").read_text("utf-8")
+    for modes in list(result["step_ms_at_start"].values())[1:]:
+        assert "| " + ", ".join(f"{modes[mode]:.2f}" for mode in ("stock", "fused", "woven")) + " |" in document
+    compared = result["layouts"]
+    assert [round(100 * compared[mode]["equal_tokens"], 1) for mode in ("stock", "fused", "woven")] == [
+        98.7,
+        97.1,
+        93.0,
+    ]
+    assert [compared[mode]["largest_logprob_difference"] for mode in ("stock", "fused", "woven")] == [
+        1e-4,
+        0.0313,
+        0.0625,
+    ]
+
+
+def test_how_far_formulas_are_from_woven_steps_is_said():
+    """docs/planning.md, below the tables: of the large models' steps, measured over predicted."""
+    text = (ROOT / "docs" / "planning.md").read_text("utf-8")
+    table = text[text.index("<!-- models: begin") : text.index("<!-- models: end")]
+    lines = [line.split("|") for line in table.splitlines() if re.match(r"\| (Llama-3.3-70B|Qwen2.5-72B)", line)]
+    assert len(lines) == 7
+
+    def longer(column: int) -> tuple[float, float]:
+        pairs = [[float(x) for x in line[column].split("(")[0].split("/")] for line in lines]
+        ratios = [measured / predicted - 1 for measured, predicted in pairs]
+        return min(ratios), max(ratios)
+
+    assert 0.045 < longer(6)[0] <= longer(6)[1] < 0.105
+    assert 0.025 < longer(5)[0] <= longer(5)[1] < 0.045
