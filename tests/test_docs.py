@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tokenweave.bench.kernel.plots import FAMILIES, OURS
 from tokenweave.cli.main import COMMANDS, _parser
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.planning import Mode
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import docs_tables  # noqa: E402
+import draw_kernel  # noqa: E402
 import draw_weave  # noqa: E402
 import readme_tables  # noqa: E402
 
@@ -66,6 +68,16 @@ def test_the_picture_is_the_one_that_the_code_draws():
     )
     words = [[element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")] for svg in (drawn, kept)]
     assert words[0] == words[1], "run `make docs`"
+
+
+def test_the_kernels_picture_is_drawn_from_its_result(tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["draw_kernel.py", str(draw_kernel.RESULT), str(tmp_path / "kernel.svg")])
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw_kernel.main()
+    drawn = (tmp_path / "kernel.svg").read_text("utf-8")
+    for words in (*FAMILIES, OURS, "2x NVIDIA H200", "hidden 4096"):
+        assert words in drawn
 
 
 def test_the_readmes_tables_are_the_measured_ones():
@@ -373,3 +385,25 @@ def test_how_far_formulas_are_from_woven_steps_is_said():
 
     assert 0.045 < longer(6)[0] <= longer(6)[1] < 0.105
     assert 0.025 < longer(5)[0] <= longer(5)[1] < 0.045
+
+
+def test_what_is_said_of_four_ranks_was_measured():
+    """docs/collective.md: when NCCL's two halves are the fastest baseline, and what the links carry."""
+    fastest, gbs, alone = {}, {}, {}
+    for hidden in (4096, 8192):
+        rows = json.loads((RESULTS / f"h200x4-kernel-{hidden}.json").read_text("utf-8"))["rows"]
+        for row in rows:
+            if row["hidden"] != hidden:
+                continue
+            key = hidden, row["tokens"]
+            if row["kind"] == "rival":
+                fastest[key] = min(fastest.get(key, (row["us"], row["impl"])), (row["us"], row["impl"]))
+            elif row["kind"] == "ours":
+                gbs[key] = max(gbs.get(key, 0), row["gb_s"])
+            elif row["impl"] == "nccl all-reduce alone":
+                alone[key] = row["gb_s"]
+    halves = {key for key, (_, name) in fastest.items() if name.startswith("nccl reduce-scatter")}
+    assert halves == {(4096, 16384), (4096, 32768), (8192, 8192), (8192, 16384), (8192, 32768)}
+    assert [round(gbs[4096, tokens]) for tokens in (16384, 32768)] == [320, 322]
+    assert {key for key in alone if key[0] == 4096 and alone[key] > gbs[key]} == {(4096, 16384), (4096, 32768)}
+    assert round(alone[4096, 32768]) == 339
