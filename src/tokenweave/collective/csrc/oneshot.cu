@@ -14,6 +14,7 @@ constexpr int N = TW_RANKS, RANK = TW_RANK;
 typedef Shape<N, TW_HIDDEN, (Dtype)TW_DTYPE, TW_GROUP_THREADS, 1, TW_OPTIONS, TW_NORM_THREADS> S;
 constexpr int V = S::V;
 constexpr bool HELD = S::GT <= 256 || N * V <= 20;  // what arrives fits in registers; else it is read once more for the sum
+constexpr int AT_ONCE = HELD ? N : 4;               // peers whose vectors are looked at together
 constexpr u32 SENTINEL = S::D == Dtype::fp32 ? 0x80000000u : 0x80008000u;
 enum State : int { CALLS = POISON + 1, DONE = POISON + 2, EXTENT = POISON + 3 };  // words of Args::state after the poison word
 
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
 #pragma unroll
         for (int v = 0; v < V; ++v)
           if (HELD && math.inside(v)) x[HELD ? (RANK + k) % N : 0][v] = arrived((RANK + k) % N, v);
-#pragma unroll
+#pragma unroll AT_ONCE
       for (int k = 1; k < N; ++k)
 #pragma unroll
         for (int v = 0; v < V; ++v)
