@@ -1,7 +1,7 @@
 # make demo   real weights answer a prompt on this machine, tensor parallel over 2 processes
 # make test   lint, types and the whole test suite, in an environment of its own
 # make test-vllm   the vLLM plugin inside a real vLLM for the CPU, in a second environment (Linux, Python 3.11 to 3.14)
-# make format, make docs   bring the code's format, the picture and the README's tables up to date
+# make format, make docs   bring the code's format, the picture and the documents' tables up to date
 #
 # Needs Python 3.10 or newer with venv and pip, and nothing else. TORCH is what pip is asked for where the environment
 # has no torch yet; where that would be gigabytes of CUDA that you don't want:
@@ -43,6 +43,7 @@ docs: .venv-test/.ready
 	.venv-test/bin/python scripts/draw_weave.py
 	.venv-test/bin/python scripts/readme_tables.py
 	.venv-test/bin/python scripts/planning_tables.py
+	.venv-test/bin/python scripts/simulation_tables.py
 	.venv-test/bin/python scripts/verify_tables.py
 	.venv-test/bin/python scripts/docs_tables.py
 

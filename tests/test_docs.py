@@ -29,6 +29,7 @@ import docs_tables  # noqa: E402
 import draw_kernel  # noqa: E402
 import draw_weave  # noqa: E402
 import readme_tables  # noqa: E402
+import simulation_tables  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -133,6 +134,20 @@ def test_a_table_goes_to_its_place_in_a_document(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"tables": {"one": table}}))
     with pytest.raises(readme_tables.TableError, match="needs the machine"):
         docs_tables.measured(tmp_path)
+
+
+def test_the_simulations_table_is_what_its_commands_give():
+    document = simulation_tables.DOCUMENT.read_text("utf-8")
+    assert document == simulation_tables.filled(document), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [((simulation_tables.END, ""), "needs a line"), (("--burst", "--rate 2"), "a command with --burst and one")],
+)
+def test_a_simulation_without_its_commands_or_markers_is_an_error(change, message):
+    with pytest.raises(ValueError, match=message):
+        simulation_tables.filled(simulation_tables.DOCUMENT.read_text("utf-8").replace(*change))
 
 
 def test_a_readme_without_markers_is_an_error():
