@@ -167,6 +167,35 @@ def test_files_that_are_named_exist(document):
         assert (ROOT / name).exists(), f"{document.name} names {name}"
 
 
+def test_every_result_is_in_the_index():
+    """benchmarks/results/README.md: each file in one row, with what made it and the document that uses it."""
+    text = (RESULTS / "README.md").read_text("utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| h200")
+    ]
+    listed = [name for row in rows for name in row[0].split(", ")]
+    assert sorted(listed) == sorted(path.name for path in RESULTS.glob("*.json"))
+    for names, _, made_by, shown in rows:
+        for script in re.findall(r"`((?:benchmarks|tests|scripts)/[^` ]+)`", made_by):
+            assert (ROOT / script).exists(), script
+        for command in re.findall(r"`(tokenweave [^`]+)`", made_by):
+            words = shlex.split(command.replace("--tp N", "--tp 2"))[1:]
+            _parser(words).parse_args(words)
+        for document in shown.split(", "):
+            assert (ROOT / document).exists() or (ROOT / "docs" / document).exists(), f"{names}: {document}"
+
+
+def test_results_without_a_machine_are_the_ones_that_are_said_to_be():
+    text = (RESULTS / "README.md").read_text("utf-8")
+    results = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+    bare = {name for name, result in results.items() if "machine" not in result}
+    tuned = {name for name in bare if results[name].get("format") == "tokenweave profile"}
+    (said,) = re.findall(r'Without a `"machine"` line are (.*?),\nstudies', text, re.S)
+    assert set(re.split(r", | and ", said)) == bare - tuned
+    assert all(results[name]["environment"]["gpus"] for name in bare - tuned)
+    assert all(results[name]["identity"]["gpu"] for name in tuned)
+
+
 @pytest.mark.parametrize("reason", list(Reason), ids=str)
 def test_a_reason_that_is_counted_is_explained(reason):
     """Metrics and log name it; the document says what it means."""
