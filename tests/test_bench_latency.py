@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import time
 from unittest import mock
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tokenweave.bench.latency import sequential
 from tokenweave.bench.latency.bench import MODES, Config, LatencyBench
+from tokenweave.bench.latency.measure import comparable, final_rows
 from tokenweave.bench.latency.plots import plot_latency
 from tokenweave.bench.latency.report import finish, text
+from tokenweave.bench.steps import Variant
 from tokenweave.bench.trace import record
 from tokenweave.bench.trace.events import Span
 from tokenweave.cli import bench_latency
@@ -269,3 +272,30 @@ def test_random_weights_agree_between_ranks_where_they_must():
     assert not torch.equal(models[0].embedding, models[1].embedding)
     assert abs(float(a.mlp.down.float().std()) - 0.02) < 0.002
     assert torch.equal(dummy_model(TINY, rank=1, world_size=2, layers=1).head, models[1].head)
+
+
+def test_experts_can_be_alike():
+    mixtral = dataclasses.replace(TINY, family="mixtral", experts=4, experts_per_token=2)
+    different, alike = (dummy_model(mixtral, layers=1, alike_experts=alike).layers[0].mlp for alike in (False, True))
+    for name in ("gate_up", "down"):
+        experts = getattr(different, name)
+        assert not torch.equal(experts[0], experts[1])
+        assert all(torch.equal(getattr(alike, name)[0], expert) for expert in getattr(alike, name))
+    assert not torch.equal(alike.router[0], alike.router[1])
+
+
+def test_rows_are_compared_where_right_ones_are_near_each_other():
+    mixtral = dataclasses.replace(TINY, family="mixtral", experts=4, experts_per_token=2)
+    for config, alike, near in ((TINY, False, True), (mixtral, False, False), (mixtral, True, True)):
+        assert comparable(dummy_model(config, layers=1, alike_experts=alike)) is near
+    row = torch.ones(1, 8)
+    walks = [("sequential", row), ("fused", row + 0.1), ("woven", -row), ("no_comm", -row)]
+    variants = [Variant(mode, "planned", None, lambda row=row: row) for mode, row in walks]
+    with mock.patch("torch.cuda.synchronize"):
+        errors, wrong = final_rows(variants, near=True)
+        assert list(wrong) == ["woven planned"]
+        assert errors["fused planned"] == pytest.approx(0.1)
+        assert final_rows(variants, near=False)[1] == {}
+        assert final_rows([*variants, Variant("auto", "x", None, lambda: row * torch.nan)], near=False)[1] == {
+            "auto x": "not finite"
+        }

@@ -28,7 +28,7 @@ def model_of(args: argparse.Namespace, me: Rank) -> Model:
     where |= {"dtype": dtype, "device": me.device}
     config = read_config(args.model)
     if args.dummy or not Path(args.model).exists():
-        return dummy_model(config, layers=args.layers, seed=args.seed, **where)
+        return dummy_model(config, layers=args.layers, seed=args.seed, alike_experts=True, **where)
     model = load_model(args.model, **where)
     if args.layers is None:
         return model

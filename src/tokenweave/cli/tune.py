@@ -142,7 +142,8 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
         me.say(f"predictions: {'measured table' if costs.measured else 'analytical model'}, {costs.source}")
         return planners[0]
 
-    model = dummy_model(config, rank=me.rank, world_size=me.ranks, group=me.group, device=me.device, layers=args.layers)
+    where: dict[str, Any] = {"rank": me.rank, "world_size": me.ranks, "group": me.group, "device": me.device}
+    model = dummy_model(config, layers=args.layers, alike_experts=True, **where)
     measured = Config(
         model=Path(args.model).name,
         tokens=_tokens(args),

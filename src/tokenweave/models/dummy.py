@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from collections.abc import Sequence
 
@@ -23,10 +24,11 @@ class RandomTensors:
     Args:
         rank: what is cut differs between ranks; what each of them holds whole is the same.
         dtype, device: of the tensors. seed: of all of them.
+        alike: a layer's experts have the same values.
     """
 
-    def __init__(self, rank: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self._rank, self._dtype, self._device, self._seed = rank, dtype, device, seed
+    def __init__(self, rank: int, dtype: torch.dtype, device: torch.device, seed: int, *, alike: bool = False) -> None:
+        self._rank, self._dtype, self._device, self._seed, self._alike = rank, dtype, device, seed, alike
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         values = self._normal(name, size)
@@ -41,6 +43,8 @@ class RandomTensors:
         return self._normal(f"{name} {self._rank}", shape[0], columns.size)
 
     def _normal(self, name: str, *shape: int) -> torch.Tensor:
+        if self._alike:
+            name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         out = torch.empty(shape, dtype=self._dtype, device=self._device)
         return out.normal_(0, _SCALE, generator=generator)
@@ -56,11 +60,14 @@ def dummy_model(
     device: torch.device | str = "cpu",
     layers: int | None = None,
     seed: int = 0,
+    alike_experts: bool = False,
 ) -> Model:
     """A model of this configuration with random weights; each rank makes its own part alone.
 
     Args:
         layers: how many; None for the configuration's.
+        alike_experts: a layer's experts have the same values, each in memory of its own. Rounding moves a row that two experts
+            want about equally from one to the other; with different ones the rows of two right steps would be unrelated.
         rank, world_size, group, dtype, device: as :func:`tokenweave.models.load_model`.
 
     Raises:
@@ -70,4 +77,5 @@ def dummy_model(
         config = dataclasses.replace(config, layers=layers)
     device = torch.device(device)
     shard = shard_of(config, rank, world_size)
-    return assemble(RandomTensors(rank, dtype, device, seed), config, shard, group, dtype, device)
+    tensors = RandomTensors(rank, dtype, device, seed, alike=alike_experts)
+    return assemble(tensors, config, shard, group, dtype, device)

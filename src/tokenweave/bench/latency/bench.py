@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
-from tokenweave.bench.latency.measure import final_rows, host_ms, sustained
+from tokenweave.bench.latency.measure import comparable, final_rows, host_ms, sustained
 from tokenweave.bench.latency.profile import profiled
 from tokenweave.bench.latency.report import Measured, finish, plan_json, rows_of
 from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
@@ -261,7 +261,7 @@ class LatencyBench:
 
     def _errors(self, variants: Sequence[Variant], tokens: int) -> dict[str, float | None]:
         """Of the final rows, by key; what is wrong is told, and goes into the result's ``"wrong"``."""
-        errors, wrong = final_rows(variants)
+        errors, wrong = final_rows(variants, comparable(self._model))
         for key, what in wrong.items():
             self._result["wrong"].append(f"{tokens} tokens, {key}: the final row is {what}")
             self._say(f"WRONG: {self._result['wrong'][-1]}")
