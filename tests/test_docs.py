@@ -342,8 +342,7 @@ def test_what_is_said_to_limit_steps_is_measured():
     for tokens in (8192, 16384):
         clocks = {mode: alone[tokens, mode]["sm_mhz"] for mode in ("sequential", "fused", "woven", "auto", "no_comm")}
         highest = max(clocks[mode]["high"] for mode in ("woven", "auto"))
-        assert all(clocks[mode]["low"] >= highest - 15 for mode in ("sequential", "fused", "no_comm"))
-        assert all(clocks[mode]["low"] > clocks["woven"]["high"] for mode in ("sequential", "fused", "no_comm"))
+        assert all(clocks[mode]["low"] >= highest for mode in ("sequential", "fused", "no_comm"))
         cycles = {mode: alone[tokens, mode]["ms"] * clocks[mode]["median"] for mode in ("woven", "no_comm")}
         assert cycles["woven"] / cycles["no_comm"] == pytest.approx(1, abs=0.02)
     assert alone[512, "fused"]["sm_mhz"]["median"] - alone[512, "auto"]["sm_mhz"]["median"] == 90
@@ -362,11 +361,12 @@ def test_what_larger_models_spend_on_communication_is_measured():
     assert shares("h200x2-latency-llama-3.1-8b.json") == (0.10, 0.17)
 
 
-@pytest.mark.parametrize(("model", "percent"), [("llama-3.1-8b", 1.2), ("llama-3.3-70b", 2.2)])
-def test_one_fixed_scheme_is_nearly_as_good_as_the_best(model, percent):
+@pytest.mark.parametrize(("model", "percent", "lone"), [("llama-3.1-8b", 1.2, 3.3), ("llama-3.3-70b", 2.2, 1.3)])
+def test_one_fixed_scheme_is_nearly_as_good_as_the_best(model, percent, lone):
     result = json.loads((RESULTS / f"h200x2-verify-{model}.json").read_text("utf-8"))
     means = {row[0]: 100 * (float(row[1]) - 1) for row in result["tables"][f"schemes-{model}"]["rows"]}
     assert means["8 / 2, qkv+gate_up limited"] == pytest.approx(percent, abs=0.05)
+    assert means["8 / 1, none limited"] == pytest.approx(lone, abs=0.05)
     both = means["8 / 2, qkv+o+gate_up+down limited"] - means["8 / 2, qkv+gate_up limited"]
     assert 2 <= both <= 3.15
     slow = [mean for name, mean in means.items() if name.split(" ")[0] in ("12", "16") or name.startswith("8 / 4")]

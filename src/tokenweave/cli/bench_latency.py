@@ -38,7 +38,7 @@ OPTIONS = (
 
 
 def add_parser(kinds: Any) -> None:
-    summary = "a prefill step: sequential, fused, woven, and the bound without communication"
+    summary = "a prefill step: sequential, fused, woven, and the reference without communication"
     parser = kinds.add_parser("latency", help=summary, description=f"Measure {summary}, in one run.")
     parser.add_argument("--model", required=True, help="folder, .gguf file, or the name of a built-in configuration")
     parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")

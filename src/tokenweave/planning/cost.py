@@ -198,7 +198,7 @@ class CostModel:
 
         Args:
             batch: the step.
-            kind: ``"sequential"``, ``"fused"`` or ``"no_comm"``, the bound: collectives removed, norms kept.
+            kind: ``"sequential"``, ``"fused"`` or ``"no_comm"``: collectives removed, norms kept.
         """
         us = self._unsplit_us(batch, kind, self.config.layers) * self.scale(kind, batch.tokens)
         return max(us, self._launched_us(1, kind)) + self.head_us(batch.sampled)

@@ -52,7 +52,7 @@ class Explanation:
         plan: the choice.
         woven: the best woven plan, chosen or not; None where a cut is impossible or vetoed.
         waves: of the choice.
-        predicted_ms: mode (and ``"no_comm"``, the bound without collectives) -> ms of the whole step.
+        predicted_ms: mode (and ``"no_comm"``, the reference without communication) -> ms of the whole step.
         reason: one sentence.
         cuts: the best few that were considered, each in its best scheme: the fastest first of those whose
             GEMMs lose little, then the others.

@@ -124,7 +124,7 @@ class StepTimes:
         tokens: its rows.
         sequential_us, fused_us: of the whole step on one stream.
         woven_us: with the best cut; None where the step is one row.
-        no_comm_us: the bound: collectives removed, every rank norms all rows.
+        no_comm_us: the reference without communication: collectives removed, every rank norms all rows.
         mode: what the planner would run. auto_us: its time.
     """
 

@@ -7,7 +7,8 @@ from tokenweave.planning.predict import Predictor
 from tokenweave.simulation.table import Chunks, ExactUs
 
 MODES = ("sequential", "fused", "woven", "auto", "no_comm")
-"""``sequential`` is without TokenWeave, ``auto`` with it; ``no_comm`` is the bound. Steps of one row cannot be woven: fused."""
+"""``sequential`` is without TokenWeave, ``auto`` with it; ``no_comm`` is the reference without communication. Steps of one row
+cannot be woven: fused."""
 
 
 def exact_us(predictor: Predictor, mode: str) -> ExactUs:

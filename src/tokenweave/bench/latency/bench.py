@@ -1,4 +1,4 @@
-"""The latency of one prefill step: sequential, fused, woven, and the bound without communication, in one run.
+"""The latency of one prefill step: sequential, fused, woven, and the reference without communication, in one run.
 
 A step is what the engine runs for one prompt: embedding, all layers, the final norm of the last row; not the vocabulary's
 projection, which is the same in every mode. Every variant is captured as one CUDA graph and timed in paired rounds, the
