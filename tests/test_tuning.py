@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -187,12 +188,16 @@ def test_ranks_run_out_of_time_together(tmp_path):
     assert len(first) < planned(setting_of(MACHINE, max_tokens=1024))
 
 
-def _alone(path):
+def _alone(path, interrupted_again=False):
     """An interrupted run of one rank: its group is its own."""
+    from tokenweave.tuning import run
+
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank():
         return None
-    with pytest.raises(KeyboardInterrupt):
+    effects = [*([KeyboardInterrupt] if interrupted_again else []), mock.DEFAULT]
+    written = mock.Mock(wraps=write_table, side_effect=effects)
+    with pytest.raises(KeyboardInterrupt), mock.patch.object(run, "write_table", written):
         tune(
             setting_of(MACHINE, max_tokens=1024),
             FakePieces(MACHINE, fail_at=200),
@@ -208,11 +213,12 @@ def _alone(path):
     return sorted(os.listdir(path.parent))
 
 
-def test_an_interruption_keeps_the_old_table_and_leaves_what_it_has_apart(tmp_path):
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interruption_keeps_the_old_table_and_leaves_what_it_has_apart(tmp_path, again):
     path = tmp_path / "table.json"
     write_table(table_of(FakePieces(MACHINE), setting_of(MACHINE, max_tokens=512)), path)
     before = path.read_bytes()
-    assert run_ranks(2, _alone, path)[0] == ["table.json", "table.json.partial"]
+    assert run_ranks(2, _alone, path, again)[0] == ["table.json", "table.json.partial"]
     assert path.read_bytes() == before
     with pytest.raises(ProfileError, match="interrupted after 200 points"):
         read_table(partial_path(path))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _GRACE = 5.0  # seconds between the first rank's failure and the end of the others
+_ORDERLY = 3.0  # seconds that a rank which is told to end has for what it wants to keep
 
 
 def launched() -> bool:
@@ -40,7 +41,7 @@ def on_ranks(
         RequestError: there are fewer GPUs than ranks.
     """
     if launched():
-        return run_rank()
+        return _until_told_to_end(run_rank)
     import torch
 
     if device == "cuda" and torch.cuda.device_count() < world_size:
@@ -73,11 +74,12 @@ def joined(device_type: str = "cuda") -> Iterator[Rank]:
 
     Raises:
         RequestError: not 2 to 8 ranks, no GPU for this one, or an environment without numbers.
+        CollectiveError: another rank never came, or is gone.
     """
     import torch
     import torch.distributed as dist
 
-    from tokenweave.engine.local import environment_number
+    from tokenweave.engine.peers import environment_number, join, lost_peer_is_told
 
     rank, local, ranks = (environment_number(name, -1) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     gpu = device_type == "cuda"
@@ -88,17 +90,16 @@ def joined(device_type: str = "cuda") -> Iterator[Rank]:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    join("nccl" if gpu else "gloo", device if gpu else None)
     group = dist.group.WORLD
     assert group is not None
-    yield Rank(rank, local, ranks, device, group)
-    # Live graphs that hold NCCL kernels would block the group's end: the caller has dropped them, this their cycles.
-    gc.collect()
-    if gpu:
-        torch.cuda.synchronize()
-    dist.barrier()
+    with lost_peer_is_told(rank):
+        yield Rank(rank, local, ranks, device, group)
+        # Live graphs that hold NCCL kernels would block the group's end: the caller has dropped them, this their cycles.
+        gc.collect()
+        if gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
     dist.destroy_process_group()
 
 
@@ -115,12 +116,18 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
     command = [sys.executable, "-m", "tokenweave", *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + time_limit
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # through the finally below
+    before = {told: signal.getsignal(told) for told in (signal.SIGTERM, signal.SIGHUP)}
+    for told, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(told, lambda number, frame: sys.exit(128 + number))  # through the finally below
     try:
         for number in range(world_size):
             numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "MASTER_PORT": port}
             where = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in numbers.items()}}
-            ranks.append(subprocess.Popen(command, env={**os.environ, **where}, stdin=subprocess.DEVNULL))
+            # In a session of its own: Ctrl-C reaches this process alone, which tells the ranks once.
+            ranks.append(
+                subprocess.Popen(command, env={**os.environ, **where}, stdin=subprocess.DEVNULL, start_new_session=True)
+            )
         while True:
             codes = [rank.poll() for rank in ranks]
             failed = next((code for code in codes if code), None)
@@ -134,11 +141,46 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
                 return 124
             time.sleep(0.05)
     finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-            rank.wait()
+        _end(ranks)
+        for told, handler in before.items():
+            signal.signal(told, handler)
+
+
+def _until_told_to_end(run_rank: Callable[[], int]) -> int:
+    """``run_rank()``; SIGTERM is a KeyboardInterrupt in it, once, after which this process ends without a word."""
+    told = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal told
+        told = True
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return run_rank()
+    except BaseException as error:
+        if not (told or isinstance(error, KeyboardInterrupt)):
+            raise
+        # What else was raised is the echo of other ranks' ends. Not through torch's teardown, which may wait for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)
+    finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Tells all ranks to end, gives them a moment, kills those that are left, and reaps them all."""
+    try:
+        for rank in ranks:
+            rank.terminate()
+        _wait(ranks, time.monotonic() + _ORDERLY)
+    finally:  # a second Ctrl-C too
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.wait()
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> None:

@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; 0."""
     prompts = _prompts(args)
-    from tokenweave.engine.local import environment_number
+    from tokenweave.engine.peers import environment_number
     from tokenweave.engine.sampling import SamplingParams
     from tokenweave.llm import LLM, Token
 

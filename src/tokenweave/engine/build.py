@@ -20,6 +20,7 @@ from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.scheduler import Scheduler
 from tokenweave.engine.text import Decoder
 from tokenweave.errors import RequestError
+from tokenweave.models.attention_choice import asked_attention
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream
 from tokenweave.planning import Mode, Plan, Planner, asked_mode
@@ -53,7 +54,7 @@ class EngineArgs:
         graphs: run steps as CUDA graphs where that is possible.
 
     Raises:
-        RequestError: a value out of its range, or more ranks than GPUs.
+        RequestError: a value out of its range, more ranks than GPUs, or TOKENWEAVE_ATTENTION names no kernel.
     """
 
     model: str
@@ -73,6 +74,7 @@ class EngineArgs:
                 raise RequestError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(allowed)}")
         # Here, so that all ranks are given one and the same mode.
         object.__setattr__(self, "mode", str(asked_mode(self.mode) or "auto"))
+        asked_attention()  # on CPUs it decides nothing, and a name that is none is told there too
         for name in ("tensor_parallel_size", "max_batch_tokens", "max_num_seqs", "cache_tokens", "max_context"):
             value = getattr(self, name)
             if value is None and name in ("cache_tokens", "max_context"):

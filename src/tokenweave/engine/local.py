@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from tokenweave.engine.build import EngineArgs, build_engine
 from tokenweave.engine.engine import StepRecord, TokenEvent
+from tokenweave.engine.peers import differing, environment_number, join, lost_peer_is_told
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
+from tokenweave.models.attention_choice import ATTENTION_VARIABLE, asked_attention
 
 
 class Ranks(Protocol):
@@ -52,17 +57,6 @@ def under_torchrun(tensor_parallel_size: int) -> bool:
     return True
 
 
-def environment_number(name: str, default: int) -> int:
-    """A variable that torchrun sets. Raises RequestError if it is no whole number."""
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise RequestError(
-            f"{name}={text!r} in the environment; expected a whole number, as torchrun sets it"
-        ) from None
-
-
 class LocalRank:
     """This process is the rank.
 
@@ -72,29 +66,29 @@ class LocalRank:
         show_progress: a bar on stderr while the weights load (on rank 0).
 
     Raises:
-        ModelError, RequestError: as :func:`tokenweave.engine.build.build_engine`.
+        ModelError, RequestError: as :func:`tokenweave.engine.build.build_engine`; RequestError also where the ranks were not
+            started alike.
+        CollectiveError: another rank never came, or is gone.
     """
 
     def __init__(self, args: EngineArgs, show_progress: bool = True) -> None:
         from tokenweave.models.loading import progress_bar
 
         self._started_group = False
-        rank, group = 0, None
+        self._rank, group = 0, None
         if args.tensor_parallel_size > 1:
             if not dist.is_initialized():
-                try:
-                    dist.init_process_group(args.backend)
-                except ValueError as error:  # a variable is missing
-                    raise RequestError(
-                        f"{error}; start the ranks with torchrun, or unset RANK and WORLD_SIZE"
-                    ) from None
+                join(args.backend)
                 self._started_group = True
-            rank, group = dist.get_rank(), dist.group.WORLD
+            self._rank, group = dist.get_rank(), dist.group.WORLD
         elif dist.is_initialized():  # for something else of the user's: WORLD is not ours
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self._peers = group if args.tensor_parallel_size > 1 else None
         try:
-            with progress_bar(show_progress and rank == 0) as progress:
-                self._engine = build_engine(args, rank=rank, group=group, progress=progress)
+            with lost_peer_is_told(self._rank), progress_bar(show_progress and self._rank == 0) as progress:
+                if self._peers is not None:
+                    _check_started_alike(args, self._peers, self._rank)
+                self._engine = build_engine(args, rank=self._rank, group=group, progress=progress)
         except BaseException:
             self._end_group()
             raise
@@ -104,7 +98,16 @@ class LocalRank:
         return self._engine.steps
 
     def generate(self, requests: Sequence[NewRequest]) -> Iterator[list[TokenEvent]]:
-        return self._engine.run(requests)
+        """As :meth:`Ranks.generate`.
+
+        Raises:
+            RequestError: also where ranks were given different requests.
+            CollectiveError: another rank is gone.
+        """
+        with lost_peer_is_told(self._rank):
+            if self._peers is not None:
+                _check_same_requests(requests, self._peers)
+            yield from self._engine.run(requests)
 
     def close(self) -> None:
         self._engine.close()
@@ -114,3 +117,34 @@ class LocalRank:
         if self._started_group:
             self._started_group = False
             dist.destroy_process_group()
+
+
+def _check_started_alike(args: EngineArgs, group: dist.ProcessGroup, rank: int) -> None:
+    """RequestError on all ranks where they were given different arguments: they would wait for each other, or mix up text."""
+    if args.device_type == "cuda":
+        torch.cuda.set_device(rank)  # where NCCL is all that the user's group has, it carries these too
+    mine = {**dataclasses.asdict(args), "device": args.device_type, ATTENTION_VARIABLE: asked_attention()}
+    if (found := differing(mine, group)) is not None:
+        other, values = found
+        told = "; ".join(
+            f"rank {other} has {name}={theirs}, rank 0 has {ours}" for name, (theirs, ours) in values.items()
+        )
+        raise RequestError(
+            f"the ranks were not started alike: {told}; give all of them the same arguments and TOKENWEAVE_ variables"
+        )
+
+
+def _check_same_requests(requests: Sequence[NewRequest], group: dist.ProcessGroup) -> None:
+    """RequestError on all ranks where they were given different requests."""
+    parts = {
+        "prompts": [request.prompt_token_ids for request in requests],
+        "sampling parameters": [request.params for request in requests],
+        "seeds": [(request.number, request.seed) for request in requests],
+    }
+    mine = {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
+    if (found := differing(mine, group)) is not None:
+        other, values = found
+        raise RequestError(
+            f"the {' and '.join(values)} of rank {other} are not rank 0's; give all ranks the same prompts, parameters and seeds, "
+            "in the same order"
+        )

@@ -15,11 +15,10 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from tokenweave import errors
 from tokenweave.engine.build import EngineArgs
-from tokenweave.errors import CollectiveError, CudaError, TokenWeaveError
+from tokenweave.engine.peers import may_be_an_echo
+from tokenweave.errors import TokenWeaveError
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,4 @@ class Failure:
     def of(error: BaseException) -> Failure:
         known = isinstance(error, TokenWeaveError) and hasattr(errors, type(error).__name__)
         message = str(error) if known else "".join(traceback.format_exception_only(type(error), error)).strip()
-        lost_peer = isinstance(error, (CollectiveError, CudaError, dist.DistError)) or any(
-            word in message for word in ("gloo", "NCCL", "Connection")
-        )
-        return Failure(type(error).__name__ if known else None, message, traceback.format_exc(), lost_peer)
+        return Failure(type(error).__name__ if known else None, message, traceback.format_exc(), may_be_an_echo(error))

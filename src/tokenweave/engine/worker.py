@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tokenweave.engine.build import build_engine
 from tokenweave.engine.engine import Engine
 from tokenweave.engine.messages import Failure, WorkerArgs
+from tokenweave.engine.peers import PEER_TIMEOUT
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
 
@@ -57,7 +58,9 @@ def _serve(connection: Connection) -> int:
 def _start(args: WorkerArgs, connection: Connection) -> Engine:
     world_size = args.engine.tensor_parallel_size
     store = dist.TCPStore("127.0.0.1", args.port, world_size, is_master=False)
-    dist.init_process_group(args.engine.backend, store=store, rank=args.rank, world_size=world_size)
+    dist.init_process_group(
+        args.engine.backend, store=store, rank=args.rank, world_size=world_size, timeout=PEER_TIMEOUT
+    )
 
     def progress(done: int, total: int) -> None:
         connection.send(("progress", done, total))

@@ -65,8 +65,17 @@ def tune(
         tuner.run()
     except BaseException:  # Ctrl-C and a rank's end too
         if first and tuner.times:
-            with contextlib.suppress(ProfileError):
-                write_table(Table(identity, tuner.times, {}, complete=False), partial_path(path))
+            for _ in (
+                1,
+                2,
+                3,
+            ):  # an interruption may come in the midst of this, when another rank's end was heard first
+                try:
+                    with contextlib.suppress(ProfileError):
+                        write_table(Table(identity, tuner.times, {}, complete=False), partial_path(path))
+                    break
+                except KeyboardInterrupt:
+                    pass
         raise
     table = Table(identity, tuner.times, dict(info(tuner)) if first else {})
     if first:
