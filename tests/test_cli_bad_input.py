@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ranks import run_ranks
 from tokenweave.bench.vllm.configurations import model_folder
 from tokenweave.cli.arguments import PICTURES, check_folder, check_output
 from tokenweave.cli.main import main
@@ -14,7 +18,7 @@ from tokenweave.errors import ModelError, ProfileError, RequestError
 from tokenweave.planning.profile_table import parse_table
 from tokenweave.simulation import read_trace
 from tokenweave.tuning.find import profile_path
-from tuning_cases import identity_of
+from tuning_cases import LLAMA, identity_of
 
 SIMULATE = "simulate --model Llama-3.1-8B --gpu h100 --tp 2 --trace sharegpt --requests 3"
 CONFIG = {
@@ -76,6 +80,11 @@ def test_rates_at_which_requests_never_arrive(capsys: pytest.CaptureFixture[str]
         "tune --model Llama-3.1-8B --time-limit -1", "tune --model Llama-3.1-8B --max-tokens 99999999999",
         "tune --model Llama-3.1-8B --json x.json", "tune --model Llama-3.1-8B --sweep",
         "tune --model Llama-3.1-8B --json /proc/none.json --verify",
+        "tune --model Llama-3.1-8B --layers 8", "tune --model Llama-3.1-8B --tokens 64",
+        "tune --model Llama-3.1-8B --verify --max-tokens 1024", "tune --model Llama-3.1-8B --verify --seconds 9",
+        "tune --model Llama-3.1-8B --verify --layers 99", "tune --model Llama-3.1-8B --verify --out none.json",
+        "tune --model Llama-3.1-8B --out /proc/none.json", "tune --model Llama-3.1-8B --out /dev/null",
+        "tune --model Llama-3.1-8B --out .",
         "trace --model Llama-3.1-8B --out /proc/none", "trace --model Llama-3.1-8B --out /dev/null",
         "trace --model Llama-3.1-8B --out /dev/null/x", "trace --model Llama-3.1-8B --out x --seed -1",
         "trace --model Llama-3.1-8B --out x --time-limit nan",
@@ -88,6 +97,33 @@ def test_rates_at_which_requests_never_arrive(capsys: pytest.CaptureFixture[str]
 )  # fmt: skip
 def test_the_others_refuse(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "as many GPUs" not in refused(words, capsys)  # what is wrong is said first, wherever it runs
+
+
+@pytest.mark.parametrize(
+    "words", ["tune --model Llama-3.1-8B", "bench latency --model Llama-3.1-8B", "trace --model Llama-3.1-8B --out x"]
+)
+def test_an_attention_kernel_that_is_none_is_told_before_any_rank_starts(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENWEAVE_ATTENTION", "foo")
+    assert "TOKENWEAVE_ATTENTION='foo'; expected one of auto, " in refused(words, capsys)
+
+
+def _planned() -> str:
+    """What a command on ranks plans with, where TOKENWEAVE_MODE names no mode."""
+    from tokenweave.bench.launch import Rank
+    from tokenweave.cli.model import planner_of
+
+    os.environ["TOKENWEAVE_MODE"] = "foo"
+    try:
+        me = Rank(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu"), dist.group.WORLD)
+        return str(planner_of(LLAMA, me, "torch").plan(2048, mode="fused").mode)
+    finally:
+        del os.environ["TOKENWEAVE_MODE"]
+
+
+def test_commands_that_name_their_modes_do_not_ask_the_environment() -> None:
+    assert run_ranks(2, _planned) == ["fused"] * 2
 
 
 @pytest.mark.parametrize(

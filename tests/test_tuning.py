@@ -144,7 +144,7 @@ def _profile(times):
 # ---- a run on ranks
 
 
-def _run(path, seconds=1e9, drivers=("580.1", "580.1")):
+def _run(path, seconds=1e9, drivers=("580.1", "580.1"), replaces_any=True):
     rank, group = dist.get_rank(), dist.group.WORLD
     clock = FakeClock()
     pieces = FakePieces(MACHINE, clock=clock, rank=rank, noise=0.2, cost=0.01 * (1 + rank))
@@ -161,6 +161,7 @@ def _run(path, seconds=1e9, drivers=("580.1", "580.1")):
         seconds,
         lambda *line: told.append(line),
         lambda tuner: {"left_out": tuner.skipped},
+        replaces_any=replaces_any,
     )
     return list(table.times.items()), len(pieces.asked), told[-1]
 
@@ -239,6 +240,52 @@ def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_measured(t
         run_ranks(2, _run, tmp_path / "file" / "table.json")
     with pytest.raises(ProfileError, match="it is a folder"):
         run_ranks(2, _run, tmp_path)
+
+
+def _refusal(path, replaces_any=True):
+    """What is said of a place that a table must not be written to."""
+    try:
+        _run(path, 3.0, replaces_any=replaces_any)
+    except ProfileError as error:
+        return str(error)
+    return None
+
+
+def test_what_is_no_regular_file_is_refused_and_a_link_stays_one(tmp_path):
+    (tmp_path / "null").symlink_to("/dev/null")
+    assert (
+        run_ranks(2, _refusal, tmp_path / "null") == [f"{tmp_path}/null: it is no regular file; --out takes a file"] * 2
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "table.json")
+    run_ranks(2, _run, tmp_path / "link", 3.0)
+    assert (tmp_path / "link").is_symlink()
+    assert read_table(tmp_path / "table.json").complete
+
+
+def test_another_models_table_is_not_replaced_unless_that_was_asked_for(tmp_path):
+    path = tmp_path / "mine.json"
+    small = table_of(FakePieces(MACHINE), setting_of(MACHINE, max_tokens=512))
+
+    def refused(why):
+        before = path.read_bytes()
+        for told in run_ranks(2, _refusal, path, False):
+            assert told.startswith(f"{path}: {why}")
+            assert "; give --out FILE to replace it or to write elsewhere" in told
+        assert path.read_bytes() == before
+
+    foreign = dataclasses.replace(small, identity=identity_of(tp=4), info={"model": "Llama-9"})
+    write_table(foreign, path)
+    refused("it holds a table of Llama-9 on 4 x NVIDIA H200, p2p")
+    path.write_text("my notes")
+    refused("it is damaged or cut off")
+    path.write_text("{}")
+    refused("it is no table of measured times")
+    path.unlink()
+    run_ranks(2, _run, path, 3.0, ("580.1", "580.1"), False)
+    first = read_table(path)
+    write_table(dataclasses.replace(first, identity=identity_of(driver="1.0")), path)
+    run_ranks(2, _run, path, 3.0, ("580.1", "580.1"), False)
+    assert read_table(path).identity.driver == first.identity.driver, "of this machine and model: it is replaced"
 
 
 def test_the_bar_follows_a_total_that_changes(capsys):
@@ -331,6 +378,18 @@ def test_no_table_is_no_warning_unless_one_was_named(home, caplog, monkeypatch):
     assert [record.levelno for record in caplog.records] == [logging.INFO, logging.INFO, logging.WARNING]
     with pytest.raises(ProfileError, match="there is no such file"):
         agreed_profile(LLAMA, MACHINE, None, home / "gone.json", identity_of())
+
+
+@pytest.mark.parametrize(("name", "tp"), [("cpu", 2), ("h200", 1)])
+def test_a_table_that_is_ignored_is_told_once(home, caplog, monkeypatch, name, tp):
+    machine = machine_of(name, tp, "torch" if name == "cpu" else None)
+    for setting in ("off", "/nowhere"):
+        monkeypatch.setenv(find.VARIABLE, setting)
+        for _ in range(2):
+            assert agreed_profile(LLAMA, machine, None) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "TOKENWEAVE_PROFILE=/nowhere is ignored: measured tables are for two or more ranks on GPUs" in record.message
 
 
 def test_machines_without_gpus_have_no_table(home):

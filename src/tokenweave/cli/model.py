@@ -39,6 +39,8 @@ def model_of(args: argparse.Namespace, me: Rank) -> Model:
 def planner_of(config: ModelConfig, me: Rank, transport: str, table: Path | None = None) -> Planner:
     """What plans the model's steps: with the table that rank 0 finds, on every rank, or with none. All ranks call it.
 
+    TOKENWEAVE_MODE does not count: these commands name the mode of each step.
+
     Args:
         table: that was asked for, and must do; None: the one that is found.
     """
@@ -47,15 +49,17 @@ def planner_of(config: ModelConfig, me: Rank, transport: str, table: Path | None
     from tokenweave.tuning.find import agreed_profile
 
     machine = machine_of("cpu" if me.device.type == "cpu" else None, me.ranks, transport)
-    return Planner(config, costs=agreed_profile(config, machine, me.group, table) or machine)
+    return Planner(config, mode="auto", costs=agreed_profile(config, machine, me.group, table) or machine)
 
 
 def check_model(args: argparse.Namespace) -> ModelConfig:
     """The numbers of the model; refuses one that :func:`model_of` could not make, before any rank starts and says so itself."""
     from tokenweave.models import read_config
+    from tokenweave.models.attention_choice import asked_attention
     from tokenweave.models.hf_weights import HfWeights
     from tokenweave.models.sharding import shard_of
 
+    asked_attention()
     config = read_config(args.model)
     shard_of(config, 0, args.tp)
     if args.layers is not None and not 1 <= args.layers <= config.layers:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from tokenweave.planning.profile_table import Identity, Table
     from tokenweave.tuning.tuner import Tuner
 
+MAX_TOKENS, SECONDS, LAYERS = 16384, 68.0, 4  # where --max-tokens, --seconds and --layers aren't given
 OPTIONS = ("model", "tp", "out", "max_tokens", "seconds", "time_limit", "tokens", "layers", "json", "verify", "sweep")
+_OF_TUNING, _OF_VERIFY = ("max_tokens", "seconds"), ("tokens", "layers", "sweep", "json")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,18 +35,17 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="the table to write, or to --verify (default: where the planner looks for it)",
     )
-    parser.add_argument("--max-tokens", type=int, default=16384, help="rows of the longest step (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, help=f"rows of the longest step (default {MAX_TOKENS})")
     parser.add_argument(
         "--seconds",
         type=float,
-        default=68,
-        help="of measuring; then steps of sizes between powers of two are left out (default %(default)s)",
+        help=f"of measuring; then steps of sizes between powers of two are left out (default {SECONDS})",
     )
     parser.add_argument(
         "--verify", action="store_true", help="measure nothing but steps, and compare them with the table's predictions"
     )
     parser.add_argument("--tokens", help="with --verify: of the prompts (default: 12 numbers from 72 to 15500)")
-    parser.add_argument("--layers", type=int, default=4, help="with --verify: of the model (default %(default)s)")
+    parser.add_argument("--layers", type=int, help=f"with --verify: of the model (default {LAYERS})")
     parser.add_argument("--sweep", action="store_true", help="with --verify: look for faster plans than the planner's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --verify: write the comparison")
     parser.add_argument(
@@ -62,27 +63,40 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
     from tokenweave.models import read_config
+    from tokenweave.models.attention_choice import asked_attention
     from tokenweave.models.sharding import shard_of
     from tokenweave.planning.cost import MOST_TOKENS
+    from tokenweave.planning.profile_table import read_table
 
     check_ranks(args)
-    if args.max_tokens < 512:
+    asked_attention()
+    given = [name for name in (_OF_TUNING if args.verify else _OF_VERIFY) if getattr(args, name) not in (None, False)]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        if args.verify:
+            raise RequestError(
+                f"{option} is for measuring a table, and --verify measures none: leave one of the two out"
+            )
+        raise RequestError(f"{option} is for --verify, which measures steps; add that, or leave it out")
+    if args.max_tokens is not None and args.max_tokens < 512:
         raise RequestError(f"--max-tokens {args.max_tokens}; expected at least 512")
-    if not 0 < args.seconds < 1e7:
+    if args.max_tokens is not None and args.max_tokens > MOST_TOKENS:
+        raise RequestError(f"--max-tokens {args.max_tokens}; expected at most {MOST_TOKENS}: no GPU holds more at once")
+    if args.seconds is not None and not 0 < args.seconds < 1e7:
         raise RequestError(f"--seconds {args.seconds:g}; expected a positive number of seconds")
     check_output("--json", args.json)
-    if args.max_tokens > MOST_TOKENS:
-        raise RequestError(f"--max-tokens {args.max_tokens}; expected at most {MOST_TOKENS}: no GPU holds more at once")
-    if args.layers < 1:
-        raise RequestError(f"--layers {args.layers}; expected at least 1")
-    if not args.verify and (unused := [o for o in ("tokens", "sweep", "json") if getattr(args, o)]):
-        raise RequestError(f"--{unused[0]} is for --verify, which measures steps; add that, or leave it out")
     config = read_config(args.model)
     shard_of(config, 0, args.tp)
-    if args.verify:
-        longest = max(_tokens(args), default=None)
-        if longest is None or longest > config.context:
-            raise RequestError(f"--tokens {longest}; the model's context is {config.context}")
+    if args.layers is not None and not 1 <= args.layers <= config.layers:
+        raise RequestError(f"--layers {args.layers}; expected at least 1, and the model has {config.layers}")
+    if not args.verify:
+        check_output("--out", args.out, streams=False)
+        return
+    if args.out is not None:
+        read_table(args.out)
+    longest = max(_tokens(args), default=None)
+    if longest is None or longest > config.context:
+        raise RequestError(f"--tokens {longest}; the model's context is {config.context}")
 
 
 def _tune(args: argparse.Namespace, me: Rank, began: float) -> int:
@@ -95,9 +109,10 @@ def _tune(args: argparse.Namespace, me: Rank, began: float) -> int:
 
     config = read_config(args.model)
     machine = functools.partial(machine_of, None, me.ranks)
-    pieces = GpuPieces(config, args.max_tokens, me.group, me.device, machine)
+    pieces = GpuPieces(config, args.max_tokens or MAX_TOKENS, me.group, me.device, machine)
     identity = identity_here(config, me.ranks, pieces.machine.transport)
     path = args.out or _default_path(identity)
+    ours = args.out is not None or path.name == f"{identity.key}.json"
     monitor = environment.Monitor(me.local)
 
     def info(tuner: Tuner) -> dict[str, Any]:
@@ -118,7 +133,10 @@ def _tune(args: argparse.Namespace, me: Rank, began: float) -> int:
     pieces.warm_up()
     with progress_bar(me.rank == 0) as show:
         where = (path, me.group, me.device)
-        table = tune(pieces.setting, pieces, identity, *where, time.monotonic, args.seconds, progress, info)
+        seconds = args.seconds or SECONDS
+        table = tune(
+            pieces.setting, pieces, identity, *where, time.monotonic, seconds, progress, info, replaces_any=ours
+        )
     pieces.close()
     if me.rank == 0:
         print(summary(table, path), flush=True)
@@ -133,7 +151,9 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
     from tokenweave.models.dummy import dummy_model
     from tokenweave.tuning.verify import MODES, checks, summary, tables, text
 
-    config = dataclasses.replace(read_config(args.model), layers=args.layers)
+    whole = read_config(args.model)
+    layers = args.layers or min(LAYERS, whole.layers)
+    config = dataclasses.replace(whole, layers=layers)
     planners: list[Planner] = []
 
     def planner(transport: str) -> Planner:
@@ -143,12 +163,12 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
         return planners[0]
 
     where: dict[str, Any] = {"rank": me.rank, "world_size": me.ranks, "group": me.group, "device": me.device}
-    model = dummy_model(config, layers=args.layers, alike_experts=True, **where)
+    model = dummy_model(config, layers=layers, alike_experts=True, **where)
     measured = Config(
         model=Path(args.model).name,
         tokens=_tokens(args),
         modes=MODES,
-        layers=read_config(args.model).layers,
+        layers=whole.layers,
         sweep=args.sweep,
         sustain=0.0,
         profile=False,

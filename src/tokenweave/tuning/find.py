@@ -60,19 +60,25 @@ def agreed_profile(
         own_attention: as :func:`tokenweave.tuning.identity.identity_here`.
 
     Returns:
-        None where no table holds on all ranks; rank 0's log has one line that says why.
+        None where no table holds on all ranks; rank 0's log has one line that says why. Also on CPUs and on one rank, with a
+        line where TOKENWEAVE_PROFILE is set all the same.
 
     Raises:
         ProfileError: the table that was asked for cannot be used; on all ranks alike.
     """
+    first = group is None or dist.get_rank(group) == 0
     if here is None:
-        if machine.gpu.arch == "cpu" or machine.tp < 2:
+        if (
+            machine.gpu.arch == "cpu" or machine.tp < 2
+        ):  # times of a CPU prove nothing, and one rank has nothing to hide
+            only = "measured tables are for two or more ranks on GPUs"
             if path is not None:
-                raise ProfileError(f"{path}: measured tables are for two or more ranks on GPUs")
-            return None  # times of a CPU prove nothing, and one rank has nothing to hide
+                raise ProfileError(f"{path}: {only}")
+            if first and (setting := os.environ.get(VARIABLE, "")).casefold() not in ("", "off"):
+                _say(logging.WARNING, f"planner: {VARIABLE}={setting} is ignored: {only}")
+            return None
         here = identity_here(config, machine.tp, machine.transport, own_attention=own_attention)
     others = None if group is None or dist.get_world_size(group) == 1 else group
-    first = group is None or dist.get_rank(group) == 0
     found = _read(path, here) if first else ("", None, None)
     if others is not None:
         sent = [found]

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from tokenweave.bench.timing import slowest_rank
 from tokenweave.errors import ProfileError, RequestError
 from tokenweave.files import target_of
-from tokenweave.planning.profile_table import Identity, Table, write_table
+from tokenweave.planning.profile_table import Identity, Table, read_table, write_table
 from tokenweave.tuning.schedule import Setting
 from tokenweave.tuning.tuner import Pieces, Tuner
 
@@ -39,6 +39,8 @@ def tune(
     seconds: float,
     progress: Progress,
     info: Callable[[Tuner], Mapping[str, Any]],
+    *,
+    replaces_any: bool = True,
 ) -> Table:
     """Measures a model's parts and writes the table, all at once, when everything is measured. Every rank of ``group`` calls it.
 
@@ -48,14 +50,19 @@ def tune(
         path: of the table; written by rank 0.
         device: of the numbers that the ranks exchange.
         info: of the table, asked for at the end, on rank 0.
+        replaces_any: whatever file is at ``path`` is replaced; False: only one that holds a table of the same machine and model.
 
     Raises:
         RequestError: the ranks' machines differ.
-        ProfileError: the table cannot be written: raised before anything is measured where the folder is the reason.
+        ProfileError: the table cannot be written, or must not take a file's place: raised before anything is measured, unless
+            the disk is full at the end.
     """
     first = dist.get_rank(group) == 0
     _same(identity, group)
-    _raise_together(_writable(path) if first else None, group)
+    reason = _writable(path) if first else None
+    if first and reason is None and not replaces_any:
+        reason = _kept(path, identity)
+    _raise_together(reason, group)
 
     def slowest(numbers: Any) -> list[float]:
         return slowest_rank({"": numbers}, group, device)[""]
@@ -125,6 +132,22 @@ def _writable(path: Path) -> str | None:
     except OSError as error:
         return f"{path}: the table cannot be written: {error.strerror or error}"
     return None
+
+
+def _kept(path: Path, identity: Identity) -> str | None:
+    """Why the file there is not to be replaced by a table of ``identity``; None if it may be, or there is none."""
+    if not path.exists():
+        return None
+    how = "; give --out FILE to replace it or to write elsewhere, or name a folder in TOKENWEAVE_PROFILE"
+    try:
+        table = read_table(path)
+    except ProfileError as error:
+        return f"{error}{how}"
+    other = table.identity
+    if other.key == identity.key:
+        return None
+    model = table.info.get("model", f"a model of {other.shape.hidden} hidden, {other.shape.heads} heads")
+    return f"{path}: it holds a table of {model} on {other.tp} x {other.gpu}, {other.transport}{how}"
 
 
 def _raise_together(reason: str | None, group: dist.ProcessGroup) -> None:
