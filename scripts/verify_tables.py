@@ -43,7 +43,11 @@ def verified(result: dict[str, Any], planner: Planner) -> dict[str, Any]:
     ]
     measured = result | {"sequential": nccl}
     found = checks(measured, planner)
-    made = {"checks": [check.as_json() for check in found], "summary": summary(found), "tables": tables(found, measured)}
+    made = {
+        "checks": [check.as_json() for check in found],
+        "summary": summary(found),
+        "tables": tables(found, measured),
+    }
     return {key: made.get(key, value) for key, value in result.items()}
 
 

@@ -16,7 +16,7 @@ from tokenweave.bench.latency import sequential
 from tokenweave.bench.latency.bench import MODES, Config, LatencyBench
 from tokenweave.bench.latency.measure import comparable, final_rows
 from tokenweave.bench.latency.plots import plot_latency
-from tokenweave.bench.latency.report import finish, text
+from tokenweave.bench.latency.report import finish, plan_json, plan_of, text
 from tokenweave.bench.steps import Variant
 from tokenweave.bench.trace import record
 from tokenweave.bench.trace.events import Span
@@ -25,7 +25,8 @@ from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.dummy import dummy_model
-from tokenweave.planning import Planner
+from tokenweave.planning import Mode, Plan, Planner
+from tokenweave.planning.plan import Scheme, woven_plan
 
 TINY = ModelConfig(
     family="llama", hidden=64, intermediate=96, layers=4, heads=8, kv_heads=4, head_dim=16, vocab=160, context=1024
@@ -299,3 +300,11 @@ def test_rows_are_compared_where_right_ones_are_near_each_other():
         assert final_rows([*variants, Variant("auto", "x", None, lambda: row * torch.nan)], near=False)[1] == {
             "auto x": "not finite"
         }
+
+
+def test_plans_come_back_from_results():
+    for scheme in (Scheme(), Scheme(8, 2, ("qkv", "attention"), late=True)):
+        plan = woven_plan(640, scheme, 124)
+        assert plan_of(json.loads(json.dumps(plan_json(plan)))) == plan
+        assert plan.scheme == scheme
+    assert plan_of(plan_json(Plan(Mode.FUSED, ctas=12))) == Plan(Mode.FUSED, ctas=12)

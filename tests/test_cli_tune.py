@@ -16,7 +16,7 @@ from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
 from tokenweave.cli.model import planner_of
 from tokenweave.planning import Planner, machine
-from tokenweave.planning.plan import Scheme, woven_plan
+from tokenweave.planning.plan import Mode, Plan, Scheme, woven_plan
 from tokenweave.planning.profile import Profile
 from tokenweave.planning.profile_table import write_table
 from tokenweave.tuning import find
@@ -94,14 +94,19 @@ def _result(planner, tokens, wrong_by, swept=False):
         predicted = {mode: ms - head for mode, ms in explanation.predicted_ms.items()}
         predicted["auto"] = predicted[str(explanation.plan.mode)]
         for mode in MODES:
-            plan = "the planned cut" if mode == "woven" or (mode, str(explanation.plan.mode)) == ("auto", "woven") else None
+            if mode == "no_comm":
+                plan = None
+            elif mode == "auto":
+                plan = plan_json(explanation.plan)
+            else:
+                plan = plan_json(explanation.woven if mode == "woven" else Plan(Mode(mode)))
             row = {"tokens": n, "mode": mode, "variant": "planned", "ms": predicted[mode] * wrong_by, "plan": plan}
             if mode == "sequential":
                 result["sequential"].append({"tokens": n, "variant": "nccl", "ms": row["ms"]})
                 row |= {"variant": "torch two-shot", "ms": row["ms"] * 0.9}
             if mode == "woven" and swept:
                 quick = row["ms"] * 0.9  # at the clocks of a few replays
-                swept_to = {"variant": "cut 64", "plan": "another cut"}
+                swept_to = {"variant": "cut 64", "plan": plan_json(woven_plan(64, Scheme(8, 2), None))}
                 result["sweep"].append({"tokens": n, "mode": "woven", "variant": "planned", "ms": quick, "plan": plan})
                 result["sweep"].append({"tokens": n, "mode": "woven", "ms": quick * 0.8, **swept_to})
                 row |= {"ms": row["ms"] * 0.8, **swept_to}

@@ -134,6 +134,20 @@ def test_the_chosen_cut_is_the_best_of_those_allowed(setup, tokens: int) -> None
     assert best <= chosen_ms * 1e3 * (1 + 1e-9) <= best * (1 + TIE) * (1 + 1e-9)
 
 
+@settings(max_examples=30, deadline=None)
+@given(setups, st.integers(1, 20000))
+def test_a_plan_takes_what_was_predicted_when_it_was_chosen(setup, tokens: int) -> None:
+    planner = planner_of(*setup)
+    for mode in Mode:
+        plan = planner.plan(tokens, mode=mode)
+        predicted = planner.explain(tokens).predicted_ms[str(plan.mode)]
+        assert planner.plan_us(tokens, plan) == pytest.approx(predicted * 1e3)
+        if plan.split is not None:
+            assert plan.scheme in planner.model.schemes
+            with pytest.raises(RequestError, match=f"a cut behind {plan.split} rows; the step has {plan.split}"):
+                planner.plan_us(plan.split, plan)
+
+
 def test_a_scheme_can_be_asked_for():
     planner = Planner(read_config("Llama-3.1-8B"), "h200", 2, "p2p", mode="auto")
     for scheme in (*planner.model.schemes, Scheme(8), Scheme(8, 4, ("down",), late=True)):

@@ -103,6 +103,12 @@ class Plan:
         """All but the split, hashable: mode, ctas, cluster, gemm_sms, start_at. A captured graph runs one of these."""
         return self.mode, self.ctas, self.cluster, tuple(sorted(self.gemm_sms.items())), self.start_at
 
+    @property
+    def scheme(self) -> Scheme:
+        """How a woven step's splits share the GPU, the inverse of :func:`woven_plan`."""
+        told = tuple(dict.fromkeys(name for name, _ in self.gemm_sms))
+        return Scheme(self.ctas, self.cluster, told, bool(self.start_at))
+
 
 def woven_plan(split: int, scheme: Scheme, left: int | None) -> Plan:
     """The plan of a woven step.

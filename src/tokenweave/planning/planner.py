@@ -27,7 +27,7 @@ from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 GAIN, MEASURED_GAIN = 0.96, 0.98
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
-STEPS_TIE = 0.015  # the same where whole steps, cut in the middle, were measured: of other cuts less is known
+STEPS_TIE = 0.01  # the same where whole steps, cut in the middle, were measured: of other cuts less is known
 CHEAPER = 1.02  # a step may take so much longer for GEMMs that lose less: what hides collectives is known less well
 CACHED_PLANS = 8192
 SHOWN_CUTS = 5
@@ -111,8 +111,7 @@ class Planner:
             RequestError: tokens < 1, sequences that do not add up to it, an unknown mode or scheme.
         """
         if scheme is not None and self._alike(scheme) is None:
-            known = "; ".join(map(str, self.model.schemes))
-            raise RequestError(f"scheme {scheme}; expected as many blocks as one of these, and as late: {known}")
+            raise self._unknown(scheme)
         return self._cached(*self._request(tokens, context, sequences, mode, allow_woven), scheme)
 
     def explain(
@@ -143,6 +142,25 @@ class Planner:
             self._best_cuts(batch) if allow_woven else (),
             self.model.costs.source,
         )
+
+    def plan_us(self, tokens: int, plan: Plan) -> float:
+        """us that a step of one prompt is predicted to take with this plan, whoever made it; fused ones with any number of blocks.
+
+        Raises:
+            RequestError: as :meth:`plan`; a cut behind the step's end.
+        """
+        batch, _, _ = self._request(tokens, 0, None, plan.mode, True)
+        if plan.split is None:
+            return self.model.unsplit_us(batch, str(plan.mode))
+        if plan.split >= tokens:
+            raise RequestError(f"a cut behind {plan.split} rows; the step has {tokens}")
+        if (scheme := self._alike(plan.scheme)) is None:
+            raise self._unknown(plan.scheme)
+        return float(self.model.woven_us(batch, np.array([plan.split]), np.array([scheme]))[0])
+
+    def _unknown(self, scheme: Scheme) -> RequestError:
+        known = "; ".join(map(str, self.model.schemes))
+        return RequestError(f"scheme {scheme}; expected as many blocks as one of these, and as late: {known}")
 
     def times(self, batch: Batch) -> StepTimes:
         """us of a step in every mode, and which of them would be chosen."""

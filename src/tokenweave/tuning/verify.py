@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+from tokenweave.bench.latency.report import plan_of
 from tokenweave.bench.latency.sweep import aligned
 from tokenweave.planning import Planner
-from tokenweave.planning.plan import Scheme
 
 TOKENS = (72, 160, 330, 700, 1000, 1500, 2300, 3500, 5200, 7600, 11000, 15500)
 """No powers of two, from few tokens to many: what graphs and cuts round up and split unevenly."""
@@ -23,8 +23,9 @@ class Check:
     """One number of tokens.
 
     Attributes:
-        predicted, measured: ms of a step by mode: with the planner's plans, and up to the final norm (no vocabulary projection).
-        chosen: the mode that the planner takes.
+        predicted, measured: ms of a step by mode: with the plans that were measured, and up to the final norm (no vocabulary
+            projection).
+        chosen: the mode that the planner took.
         best: ms of the fastest of all that was measured beside it in the same rounds; with a sweep its winners too.
         chosen_ms: of the planner's choice in those rounds.
         winner: what was the fastest.
@@ -69,34 +70,39 @@ def checks(result: Mapping[str, Any], planner: Planner) -> list[Check]:
 
     Args:
         result: of the modes sequential (NCCL's all-reduce among them), fused, woven, auto and no_comm.
-        planner: whose plans were measured, for the layers that were.
+        planner: that predicts the plans that were measured, for as many layers.
     """
     found = []
     for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
         rows = {row["mode"]: row for row in result["rows"] if row["tokens"] == tokens}
         explanation = planner.explain(tokens, mode="auto")
-        head = planner.model.head_us(1) / 1e3
-        predicted = {mode: ms - head for mode, ms in explanation.predicted_ms.items() if mode in PREDICTED}
+        predicted = {mode: ms for mode, ms in explanation.predicted_ms.items() if mode in PREDICTED}
         measured = {mode: row["ms"] for mode, row in rows.items() if mode in PREDICTED}
         for entry in result["sequential"]:
             if entry["tokens"] == tokens and entry["variant"] == SEQUENTIAL:
                 measured["sequential"] = entry["ms"]
         for mode in ("fused", "woven"):
             if mode in rows:
-                measured[mode] = _planned_ms(result, rows, mode)
-        chosen = rows["auto"]["ms"] if "auto" in rows else measured[str(explanation.plan.mode)]
+                plan, measured[mode] = _planned(result, rows, mode)
+                predicted[mode] = planner.plan_us(tokens, plan_of(plan)) / 1e3
+        head = planner.model.head_us(1) / 1e3
+        predicted = {mode: ms - head for mode, ms in predicted.items()}
+        auto = rows["auto"]
         rivals = {f"{mode} {row['variant']}": row["ms"] for mode, row in rows.items() if mode != "no_comm"}
         winner = min(rivals, key=lambda name: rivals[name])
-        found.append(
-            Check(tokens, predicted, measured, str(explanation.plan.mode), chosen, min(chosen, rivals[winner]), winner)
-        )
+        found.append(Check(tokens, predicted, measured, auto["plan"]["mode"], auto["ms"], rivals[winner], winner))
     return found
 
 
-def _planned_ms(result: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]], mode: str) -> float:
-    """ms of a mode's planned step beside the others. After a sweep the mode's row is of the fastest plan that was tried. If that
-    is another one than planned and auto's too, the planned one's few replays are taken, as the row is to its own: GPUs under
-    a power limit run faster in few replays than in the rounds of many."""
+def _planned(
+    result: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]], mode: str
+) -> tuple[Mapping[str, Any], float]:
+    """A mode's planned step: its plan, and its ms beside the others.
+
+    After a sweep the mode's row is of the fastest plan that was tried. If that is another one than planned and auto's too, the
+    planned one's few replays are taken, as the row is to its own: GPUs under a power limit run faster in few replays than in
+    the rounds of many.
+    """
     row = rows[mode]
     quick = {
         entry["variant"]: entry
@@ -104,12 +110,12 @@ def _planned_ms(result: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]
         if (entry["tokens"], entry["mode"]) == (row["tokens"], mode)
     }
     if row["variant"] == "planned" or "planned" not in quick:
-        return float(row["ms"])
+        return row["plan"], float(row["ms"])
     plan = quick["planned"]["plan"]
-    for same in (row, rows.get("auto")):
-        if same is not None and same["plan"] == plan:
-            return float(same["ms"])
-    return float(quick["planned"]["ms"] * row["ms"] / quick[row["variant"]]["ms"])
+    for same in (row, rows["auto"]):
+        if same["plan"] == plan:
+            return plan, float(same["ms"])
+    return plan, float(quick["planned"]["ms"] * row["ms"] / quick[row["variant"]]["ms"])
 
 
 def summary(found: Sequence[Check]) -> dict[str, dict[str, float]]:
@@ -161,11 +167,9 @@ def _schemes(sweep: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     for entry in sweep:
         if entry["mode"] != "woven" or entry["variant"] == "planned":
             continue
-        plan = entry["plan"]
-        if plan["split"] == aligned(entry["tokens"] // 2, entry["tokens"]):
-            told = tuple(dict.fromkeys(key.split("/")[0] for key in plan["gemm_sms"]))
-            scheme = Scheme(plan["ctas"], plan["cluster"], told, bool(plan["start_at"]))
-            of = times.setdefault(str(scheme), {})
+        plan = plan_of(entry["plan"])
+        if plan.split == aligned(entry["tokens"] // 2, entry["tokens"]):
+            of = times.setdefault(str(plan.scheme), {})
             of[entry["tokens"]] = min(entry["ms"], of.get(entry["tokens"], entry["ms"]))
     tokens = list(dict.fromkeys(n for of in times.values() for n in of))
     best = {n: min(of[n] for of in times.values() if n in of) for n in tokens}

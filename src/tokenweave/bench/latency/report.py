@@ -9,7 +9,7 @@ from typing import Any
 from tokenweave.bench.environment import machine_line
 from tokenweave.bench.steps import Variant
 from tokenweave.bench.timing import Estimate, median_estimate, ratio_estimate
-from tokenweave.planning import Plan
+from tokenweave.planning import Mode, Plan
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,19 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "gemm_sms": {f"{gemm}/{split}": sms for (gemm, split), sms in plan.gemm_sms.items()},
         "start_at": sorted(plan.start_at),
     }
+
+
+def plan_of(values: Mapping[str, Any]) -> Plan:
+    """The plan that :func:`plan_json` gave."""
+    gemm_sms = {tuple(key.split("/")): sms for key, sms in values["gemm_sms"].items()}
+    return Plan(
+        Mode(values["mode"]),
+        values["split"],
+        values["ctas"],
+        values["cluster"],
+        gemm_sms,
+        frozenset(values["start_at"]),
+    )
 
 
 def finish(result: dict[str, Any]) -> None:
