@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from tiny_llama import CONTEXT, VOCAB, make_engine, save_tiny_llama
 from tokenweave.engine.batch import Chunk, rows_of, splits_of
-from tokenweave.engine.collectives import collective_of
+from tokenweave.execution import collective_of
 from tokenweave.overlap import Inline, StartAt
 from tokenweave.planning.plan import POINTS, Mode, Plan
 from tokenweave.weave import run_stages

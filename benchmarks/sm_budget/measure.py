@@ -31,8 +31,8 @@ from tokenweave.bench.environment import Monitor, describe, machine_line
 from tokenweave.bench.timing import MIN_ROUNDS, GraphClock, median_estimate, paired_rounds, slowest_rank
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.cuda.sm_budget import sm_budget
-from tokenweave.engine.collectives import check
 from tokenweave.errors import TokenWeaveError
+from tokenweave.execution import check
 
 HIDDEN = 4096
 SHAPES = {"qkv": (3072, 4096), "o": (4096, 2048), "gate_up": (14336, 4096), "down": (4096, 7168)}  # n, k

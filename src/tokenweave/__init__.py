@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
     from tokenweave.engine.sampling import SamplingParams
+    from tokenweave.execution import collective_of
     from tokenweave.llm import LLM, CompletionOutput, RequestOutput, Token
-    from tokenweave.planning import Mode, Plan
+    from tokenweave.overlap import CpuThread, CudaStream
+    from tokenweave.planning import Mode, Plan, Planner
     from tokenweave.stages import Epilogue, Split, Stage
     from tokenweave.weave import run_stages
 
@@ -21,9 +23,12 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "CpuThread",
+    "CudaStream",
     "Epilogue",
     "Mode",
     "Plan",
+    "Planner",
     "RequestOutput",
     "SamplingParams",
     "Split",
@@ -31,6 +36,7 @@ __all__ = [
     "Token",
     "Workspace",
     "allreduce_rmsnorm",
+    "collective_of",
     "fused_allreduce_rmsnorm",
     "run_stages",
 ]
@@ -38,9 +44,12 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "CompletionOutput": "llm",
+    "CpuThread": "overlap",
+    "CudaStream": "overlap",
     "Epilogue": "stages",
     "Mode": "planning",
     "Plan": "planning",
+    "Planner": "planning",
     "RequestOutput": "llm",
     "SamplingParams": "engine.sampling",
     "Split": "stages",
@@ -48,6 +57,7 @@ _HOMES = {
     "Token": "llm",
     "Workspace": "collective",
     "allreduce_rmsnorm": "collective",
+    "collective_of": "execution",
     "fused_allreduce_rmsnorm": "collective",
     "run_stages": "weave",
 }

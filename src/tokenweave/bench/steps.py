@@ -15,8 +15,8 @@ from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.torch_backend import normalised, reduced_rows
 from tokenweave.cuda.launch import available
 from tokenweave.engine.batch import Chunk, splits_of
-from tokenweave.engine.collectives import collective_of, overlap_of
 from tokenweave.engine.kv_cache import KVCache
+from tokenweave.execution import collective_of, overlap_of
 from tokenweave.models import Model
 from tokenweave.overlap import CpuThread, CudaStream, Overlap
 from tokenweave.planning import Mode, Plan

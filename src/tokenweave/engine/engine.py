@@ -16,12 +16,12 @@ import torch
 
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import Chunk, rows_of, splits_of
-from tokenweave.engine.collectives import check, collective_of, overlap_of
 from tokenweave.engine.graphs import StepGraphs
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.sampling import sample
 from tokenweave.engine.scheduler import NewRequest, Request, Scheduler
 from tokenweave.engine.text import Decoder, TextStream
+from tokenweave.execution import check, collective_of, overlap_of
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import Overlap
 from tokenweave.planning.plan import Plan

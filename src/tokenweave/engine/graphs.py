@@ -24,8 +24,8 @@ import torch
 from tokenweave.collective.workspace import Workspace
 from tokenweave.cuda.graph import capturing
 from tokenweave.engine.batch import Chunk, beside, row_range_of, rows_of
-from tokenweave.engine.collectives import collective_of, layout_of, overlap_of
 from tokenweave.engine.split_buffer import RowRange, SplitShape, packed_inputs
+from tokenweave.execution import collective_of, layout_of, overlap_of
 from tokenweave.overlap import Overlap
 from tokenweave.planning.plan import Mode, Plan
 from tokenweave.stages import Split, Stage

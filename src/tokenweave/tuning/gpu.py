@@ -19,8 +19,8 @@ from tokenweave.collective import allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.cuda.sm_budget import sm_budget
 from tokenweave.engine.batch import Chunk, splits_of
-from tokenweave.engine.collectives import check
 from tokenweave.engine.kv_cache import KVCache
+from tokenweave.execution import check
 from tokenweave.models import ModelConfig, kernels
 from tokenweave.models.attention_cuda import attend_packed
 from tokenweave.models.inputs import PackedSequences

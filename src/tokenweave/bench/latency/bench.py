@@ -30,7 +30,7 @@ from tokenweave.bench.latency.sweep import swept_fused, swept_woven
 from tokenweave.bench.result import write_result
 from tokenweave.bench.steps import PrefillSteps, Variant, norm_alone
 from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank
-from tokenweave.engine.collectives import check
+from tokenweave.execution import check
 from tokenweave.models import Model
 from tokenweave.planning import Mode, Planner
 

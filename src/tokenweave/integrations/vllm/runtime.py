@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import beside
-from tokenweave.engine.collectives import check, collective_of, overlap_of
+from tokenweave.execution import check, collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.graphs import TILE, Graphs

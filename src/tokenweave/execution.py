@@ -1,4 +1,4 @@
-"""The collective that a plan's stages end with, and where it runs."""
+"""How a plan is carried out: the collective that its stages end with, and the queue where that runs."""
 
 from __future__ import annotations
 
