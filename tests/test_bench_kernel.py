@@ -216,7 +216,7 @@ def test_plot(result, tmp_path):
 def test_plot_without_matplotlib_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "kernel", "--plot", "x.png"]) == 2
-    assert "tokenweave[plot]" in capsys.readouterr().err
+    assert "pip install '.[plot]' in TokenWeave's checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

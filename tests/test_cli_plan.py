@@ -73,3 +73,14 @@ def test_command_explains_in_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_refuses_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "SmolLM2-135M", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_predict_says_what_no_comm_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Woven steps can be faster than it, which looks wrong without a word."""
+    words = ["predict", "--model", "Llama-3.1-8B", "--gpu", "h200", "--tokens", "2048", "--tp"]
+    assert main([*words, "2"]) == 0
+    *_, note = capsys.readouterr().out.splitlines()
+    assert note.startswith("no_comm has no collectives, and every rank normalises all rows")
+    assert "can be faster" in note
+    assert main([*words, "1"]) == 0
+    assert "normalises" not in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch,
 def test_without_nvrtc_the_error_says_how_to_get_it(cache, monkeypatch):
     for name in ("cuda.core", "cuda.core.experimental"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(CudaError, match=r"pip install 'tokenweave\[cuda\]'"):
+    with pytest.raises(CudaError, match=r"pip install '\.\[cuda\]' in TokenWeave's checkout"):
         compile_kernel(SMALL, "sm_90a")
 
 

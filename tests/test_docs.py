@@ -255,6 +255,15 @@ torch.testing.assert_close(torch.cat([prefix, suffix]), normalised(total), rtol=
 """
 
 
+ENDED = """
+import weakref
+
+ended = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+assert ended() is None, "a group that outlives its end may abort the program as it exits"
+"""
+
+
 @pytest.mark.parametrize(
     ("document", "check"), [("README.md", COLLECTIVE), ("docs/architecture.md", WOVEN)], ids=["collective", "weave"]
 )
@@ -262,7 +271,7 @@ def test_a_program_that_is_shown_runs_under_torchrun(document, check, tmp_path):
     """As a reader would run it, with a check of its result added to the end."""
     (block,) = (block for block in _python(ROOT / document) if block.startswith("# torchrun"))
     shown, closing = block.split("dist.destroy_process_group()")
-    (tmp_path / "example.py").write_text(shown + check + "dist.destroy_process_group()" + closing)
+    (tmp_path / "example.py").write_text(shown + check + ENDED + closing)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "example.py"]
     environment = dict(os.environ)
     if torch.cuda.device_count() < 2:

@@ -1,4 +1,4 @@
-"""What all pictures need: matplotlib, ``pip install 'tokenweave[plot]'``."""
+"""What all pictures need: matplotlib, ``pip install '.[plot]'`` in TokenWeave's checkout."""
 
 from __future__ import annotations
 
@@ -10,4 +10,6 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise RequestError(f"pictures need matplotlib ({error}): pip install 'tokenweave[plot]'") from None
+        raise RequestError(
+            f"pictures need matplotlib ({error}): pip install '.[plot]' in TokenWeave's checkout"
+        ) from None

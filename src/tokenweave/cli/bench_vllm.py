@@ -207,7 +207,8 @@ def _check(args: argparse.Namespace) -> tuple[str, ...]:
     if "tokenweave" in asked and not plugin_is_visible():
         raise RequestError(
             "vLLM would not find the plugin: it looks for an installed package's entry point, and TokenWeave is imported "
-            "from its sources; pip install --no-deps -e . (with sources and their src/tokenweave.egg-info it finds it too)"
+            "from its sources; pip install --no-deps -e . in TokenWeave's checkout (with sources and their "
+            "src/tokenweave.egg-info it finds it too)"
         )
     return asked
 

@@ -14,6 +14,8 @@ from tokenweave.planning.comm import TRANSPORTS
 from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.runtime import EAGER, RUNTIMES
 
+NO_COMM_NOTE = "no_comm has no collectives, and every rank normalises all rows: a woven step, whose ranks share that, can be faster"
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("predict", help="predict prefill times on given GPUs")
@@ -59,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
             f"{row.tokens:8d} {row.sequential_us / 1e3:11.2f} {row.fused_us / 1e3:11.2f} {woven} {row.no_comm_us / 1e3:11.2f}"
             f"  {row.mode}, {gain:.2f}x sequential"
         )
+    if machine.tp > 1:
+        print(NO_COMM_NOTE)
     return 0
 
 

@@ -214,8 +214,10 @@ class Workspace:
             self.transport, self.reason = "torch", str(error)
 
     def close(self) -> None:
-        """Releases the memory; idempotent."""
+        """Releases the memory, and the group: one that outlives ``dist.destroy_process_group`` may abort the program as it
+        exits. Idempotent."""
         self._release()
+        self.group = None
         _open.pop(self.handle, None)
 
     def _release(self) -> None:

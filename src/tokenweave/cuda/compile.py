@@ -81,7 +81,7 @@ def _compile(kernel: Instantiation, arch: str) -> Compiled:
         except ImportError as error:
             raise CudaError(
                 "TokenWeave compiles its kernels with NVRTC through cuda-core, which cannot be imported "
-                f"({error}): pip install 'tokenweave[cuda]'"
+                f"({error}): pip install '.[cuda]' in TokenWeave's checkout"
             ) from error
     options = ProgramOptions(
         name=f"{kernel.name}.cu",

@@ -116,7 +116,7 @@ def available(device: torch.device) -> bool:
         return False
     missing = None
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        missing = "cuda-core is not installed (pip install 'tokenweave[cuda]')"
+        missing = "cuda-core is not installed (pip install '.[cuda]' in TokenWeave's checkout)"
     elif torch.cuda.get_device_capability(device) < (8, 0):
         missing = f"{torch.cuda.get_device_name(device)} has less than compute capability 8.0"
     if missing:

@@ -104,7 +104,10 @@ def examine() -> Report:
     for_cuda = {name: line for name, line in requirements("cuda").items() if name != CLOCKS}
     if not required:
         advice.append(
-            Advice("this package is imported from its sources, so what it needs is unknown", "pip install -e .")
+            Advice(
+                "this package is imported from its sources, so what it needs is unknown",
+                "pip install -e .  # in TokenWeave's checkout",
+            )
         )
     packages = {name: version_of(name) for name in required if name != "torch"}
     cuda_packages = {name: version_of(name) for name in for_cuda}

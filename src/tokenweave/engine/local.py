@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.engine.build import EngineArgs, build_engine
-from tokenweave.engine.engine import StepRecord, TokenEvent
+from tokenweave.engine.engine import Engine, StepRecord, TokenEvent
 from tokenweave.engine.peers import differing, environment_number, join, lost_peer_is_told
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
@@ -75,6 +75,7 @@ class LocalRank:
         from tokenweave.models.loading import progress_bar
 
         self._started_group = False
+        self._engine: Engine | None = None
         self._rank, group = 0, None
         if args.tensor_parallel_size > 1:
             if not dist.is_initialized():
@@ -95,7 +96,7 @@ class LocalRank:
 
     @property
     def steps(self) -> list[StepRecord]:
-        return self._engine.steps
+        return self._open().steps
 
     def generate(self, requests: Sequence[NewRequest]) -> Iterator[list[TokenEvent]]:
         """As :meth:`Ranks.generate`.
@@ -107,11 +108,18 @@ class LocalRank:
         with lost_peer_is_told(self._rank):
             if self._peers is not None:
                 _check_same_requests(requests, self._peers)
-            yield from self._engine.run(requests)
+            yield from self._open().run(requests)
 
     def close(self) -> None:
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._peers = None  # they hold the group, which must not outlive its end
         self._end_group()
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise RequestError("this rank is closed; create a new LLM")
+        return self._engine
 
     def _end_group(self) -> None:
         if self._started_group:

@@ -1,4 +1,4 @@
-"""Pictures of simulated runs. Needs matplotlib: ``pip install 'tokenweave[plot]'``."""
+"""Pictures of simulated runs. Needs matplotlib: ``pip install '.[plot]'`` in TokenWeave's checkout."""
 
 from __future__ import annotations
 
