@@ -10,12 +10,12 @@ the last one by name is shown.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 from pathlib import Path
 
+from generated import command
 from readme_tables import ROOT, TableError, rendered
 
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -44,26 +44,10 @@ def filled(document: str, tables: dict[str, str]) -> str:
     return _PLACE.sub(lambda place: f"{place[1]}{tables.get(place['name'], NOTHING)}\n{place[3]}", document)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a document is out of date")
-    args = parser.parse_args()
-    try:
-        tables = measured(ROOT / "benchmarks" / "results")
-    except TableError as error:
-        sys.exit(f"docs_tables: {error}")
-    stale = []
-    for path in sorted((ROOT / "docs").glob("*.md")):
-        old = path.read_text(encoding="utf-8")
-        new = filled(old, tables)
-        if new != old:
-            stale.append(path.name)
-            if not args.check:
-                path.write_text(new, encoding="utf-8")
-    if args.check and stale:
-        print(f"{', '.join(stale)}: out of date; run scripts/docs_tables.py", file=sys.stderr)
-    return int(args.check and bool(stale))
+def contents() -> dict[Path, str]:
+    tables = measured(ROOT / "benchmarks" / "results")
+    return {path: filled(path.read_text(encoding="utf-8"), tables) for path in sorted((ROOT / "docs").glob("*.md"))}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, contents))

@@ -6,7 +6,6 @@ python scripts/planning_tables.py --check   # exit 1 if they are out of date
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import json
@@ -15,6 +14,8 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from generated import command
 
 from tokenweave.models import read_config
 from tokenweave.planning import EAGER, GPUS, GRAPH, Planner, comm, machine_of, predict_step
@@ -176,19 +177,9 @@ def _summary(errors: Sequence[float]) -> str:
     return f"{len(errors)} values: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}."
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the tables are out of date")
-    args = parser.parse_args()
-    old = DOCUMENT.read_text(encoding="utf-8")
-    new = filled(old)
-    if args.check:
-        if new != old:
-            print("docs/planning.md's tables are out of date: run scripts/planning_tables.py", file=sys.stderr)
-        return int(new != old)
-    DOCUMENT.write_text(new, encoding="utf-8")
-    return 0
+def contents() -> dict[Path, str]:
+    return {DOCUMENT: filled(DOCUMENT.read_text(encoding="utf-8"))}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, contents))

@@ -10,11 +10,12 @@ everything else in these, are left alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from generated import command
 
 ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- measured: begin, written by scripts/readme_tables.py -->"
@@ -87,23 +88,10 @@ def _number(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3g}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the section is out of date")
-    args = parser.parse_args()
+def contents() -> dict[Path, str]:
     readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    try:
-        new = filled(old, tables(ROOT / "benchmarks" / "results"))
-    except TableError as error:
-        sys.exit(f"readme_tables: {error}")
-    if args.check:
-        if new != old:
-            print("README.md's measured section is out of date: run scripts/readme_tables.py", file=sys.stderr)
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
-    return 0
+    return {readme: filled(readme.read_text(encoding="utf-8"), tables(ROOT / "benchmarks" / "results"))}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, contents))

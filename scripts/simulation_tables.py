@@ -6,7 +6,6 @@ python scripts/simulation_tables.py --check   # exit 1 if it is out of date
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -16,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from generated import command
 
 from tokenweave.cli.main import main as tokenweave
 
@@ -75,19 +76,9 @@ def _most(runs: list[dict[str, Any]]) -> str:
     return f"Requests a second that a replica serves of a burst, the first command: {served}."
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the table is out of date")
-    args = parser.parse_args()
-    old = DOCUMENT.read_text(encoding="utf-8")
-    new = filled(old)
-    if args.check:
-        if new != old:
-            print("docs/simulation.md's table is out of date: run scripts/simulation_tables.py", file=sys.stderr)
-        return int(new != old)
-    DOCUMENT.write_text(new, encoding="utf-8")
-    return 0
+def contents() -> dict[Path, str]:
+    return {DOCUMENT: filled(DOCUMENT.read_text(encoding="utf-8"))}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, contents))

@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from tokenweave.bench.result import write_result
+from generated import command
+
 from tokenweave.models import read_config
 from tokenweave.planning import Planner, machine_of
 from tokenweave.planning.profile import Profile
@@ -51,25 +51,16 @@ def verified(result: dict[str, Any], planner: Planner) -> dict[str, Any]:
     return {key: made.get(key, value) for key, value in result.items()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
-    args = parser.parse_args()
-    stale = []
+def contents() -> dict[Path, str]:
+    found = {}
     for path in sorted(RESULTS.glob("*-verify-*.json")):
         table = path.with_name(path.name.replace("-verify-", "-tune-"))
-        if not table.exists():
-            continue
-        old = json.loads(path.read_text("utf-8"))
-        new = verified(old, planner_of(table, old["config"]["model"], old["config"]["layers"]))
-        if new != old:
-            stale.append(path.name)
-            if not args.check:
-                write_result(new, path)
-    if stale and args.check:
-        sys.exit(f"out of date: {', '.join(stale)}; run scripts/verify_tables.py")
-    return 0
+        if table.exists():
+            old = json.loads(path.read_text("utf-8"))
+            new = verified(old, planner_of(table, old["config"]["model"], old["config"]["layers"]))
+            found[path] = json.dumps(new, indent=1) + "\n"
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, contents))
