@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ranks import run_ranks
 from tiny_llama import VOCAB, make_engine, save_tiny_llama
+from tokenweave import execution
 from tokenweave.collective import fused_allreduce_rmsnorm
-from tokenweave.engine import build, collectives, graphs
+from tokenweave.engine import build, graphs
 from tokenweave.engine import engine as engine_module
 from tokenweave.engine.batch import Chunk, row_range_of, rows_of
 from tokenweave.engine.build import EngineArgs
@@ -314,7 +315,7 @@ def _replays_on_rank(path, seed):
                 plan = Plan(Mode.WOVEN, split=max(1, rows // 2 // 8 * 8))
             expected = engine.forward(chunks, plan)
             engine.workspace.transport = "p2p"
-            with mock.patch.object(collectives, "fused_allreduce_rmsnorm", _fused_like_the_kernels):
+            with mock.patch.object(execution, "fused_allreduce_rmsnorm", _fused_like_the_kernels):
                 got = step_graphs.forward(chunks, plan)
             engine.workspace.transport = "torch"
             assert got.shape == expected.shape

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from collective_cases import fresh_seed
 from ranks import run_ranks
 from tiny_llama import answers, new_requests, save_tiny_llama
-from tokenweave import LLM
+from tokenweave import LLM, execution
 from tokenweave.cuda.sm_budget import sm_budget
-from tokenweave.engine import collectives, graphs
+from tokenweave.engine import graphs
 from tokenweave.engine.batch import Chunk, rows_of
 from tokenweave.engine.build import EngineArgs, build_engine, engine_around
 from tokenweave.engine.sampling import SamplingParams
@@ -178,7 +178,7 @@ def test_modes_and_graphs_agree(name, dtype):
 
 def _two_shot(seed: int) -> tuple[float, int]:
     """Small fused steps, which take the one-shot otherwise, through the collective of large ones."""
-    with mock.patch.object(graphs, "layout_of", _sharded), mock.patch.object(collectives, "layout_of", _sharded):
+    with mock.patch.object(graphs, "layout_of", _sharded), mock.patch.object(execution, "layout_of", _sharded):
         return _modes_agree("llama", torch.bfloat16, seed)
 
 

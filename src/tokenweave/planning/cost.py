@@ -22,7 +22,8 @@ STEPPED_TOKENS = 16384  # up to here the tables have a column for every row step
 COLUMNS_PER_DOUBLING = 64
 FINE_ROWS, FINE_STEP = 512, 32
 """Up to so many rows `tune` measures GEMMs in finer steps than tiles are high, since libraries choose among many kernels
-there; times between them are straight lines."""
+there. Between them times are taken for straight lines: whole steps of 330 tokens took what lies between 320 and 352, not
+what 352 takes."""
 
 # Kernels of a step's stages and of what ends them; what an eager step launches.
 EMBED_LAUNCHES, HEAD_LAUNCHES = 6, 2
@@ -94,7 +95,7 @@ class CostModel:
         self._rows = rows
         streamed = {"attention": self._rope_bytes, "gate_up": 0, "down": self._activation_bytes}
         launches = {"attention": ATTENTION_LAUNCHES, "gate_up": 1, "down": MLP_LAUNCHES - 1}
-        self._alone = np.zeros(len(rows))
+        self._alone = np.zeros((1, len(rows)))
         for piece, gemms in self._pieces.items():
             table = np.zeros((2, len(self._held), len(rows)))
             for gemm in gemms:
@@ -102,7 +103,7 @@ class CostModel:
                     alone, beside = self._gemm_table(gemm, rows, held)
                     table[0, index] += alone
                     table[1, index] += beside
-                    self._alone += 0 if held else alone
+                    self._alone[0] += 0 if held else alone
             if streamed[piece]:
                 table += costs.stream_us(rows * streamed[piece])
             self._tables[piece] = table + costs.runtime.gap_us * launches[piece]
@@ -133,6 +134,11 @@ class CostModel:
         upper, lower = self._rows[column], self._rows[np.maximum(column - 1, 0)]
         return column, (upper - rows) / np.maximum(upper - lower, 1)
 
+    def _stepped(self, rows: Any) -> tuple[Any, Any]:
+        """As :meth:`_column`, for what GEMMs take: as the next row step, since tiles are as high, where lines are not straight."""
+        column, back = self._column(rows)
+        return column, np.where((rows > self._straight) & (rows <= STEPPED_TOKENS), 0.0, back)
+
     def _between(self, table: np.ndarray, first: Any, column: Any, back: Any) -> Any:
         """Table look-up, linear between columns."""
         upper = table[first, column]
@@ -149,9 +155,7 @@ class CostModel:
             held: SMs that the other split's collective holds: one of :meth:`held`'s, int or int64 [...].
             late: the collective lets gate_up finish, which then has all SMs, before it starts: bool or bool [...].
         """
-        column, back = self._column(rows)
-        stepped = (rows > self._straight) & (rows <= STEPPED_TOKENS)  # as the next row step: tiles are as high
-        back = np.where(stepped, 0.0, back)
+        column, back = self._stepped(rows)
         of_held = np.searchsorted(self._held, held)
         attend = [
             self.costs.attention_us(*attention, self._query, self._kv, rows=rows, held=busy) for busy in (0, held)
@@ -169,7 +173,7 @@ class CostModel:
 
     def cut_us(self, tokens: int, cuts: Any) -> Any:
         """What the GEMMs of a layer's halves take longer than the whole's, on all SMs: int or int64 [...] -> float64 [...]."""
-        parts = [self._alone[self._rows.searchsorted(rows)] for rows in (cuts, tokens - cuts, tokens)]
+        parts = [self._between(self._alone, 0, *self._stepped(rows)) for rows in (cuts, tokens - cuts, tokens)]
         return parts[0] + parts[1] - parts[2]
 
     def _sends_us(self, rows: np.ndarray, which: np.ndarray) -> np.ndarray:

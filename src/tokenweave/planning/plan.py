@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def scheme(self) -> Scheme:
-        """How a woven step's splits share the GPU, the inverse of :func:`woven_plan`."""
+        """How a woven step's splits share the GPU; what :func:`woven_plan` was given, if the collective holds any SMs."""
         told = tuple(dict.fromkeys(name for name, _ in self.gemm_sms))
         return Scheme(self.ctas, self.cluster, told, bool(self.start_at))
 

@@ -97,6 +97,7 @@ class LatencyBench:
         self._workspace = self._steps.workspace
         self._planner = planner(self._workspace.transport)
         self._sequential = SequentialSteps(self._steps, model, most, group, device, config.baselines, say)
+        self._comparable = comparable(model)
         self._replays = 1  # of a sample
         self._chosen: dict[int, dict[str, Variant]] = {}  # tokens -> mode -> its fastest variant
         self._result: dict[str, Any] = {
@@ -261,7 +262,7 @@ class LatencyBench:
 
     def _errors(self, variants: Sequence[Variant], tokens: int) -> dict[str, float | None]:
         """Of the final rows, by key; what is wrong is told, and goes into the result's ``"wrong"``."""
-        errors, wrong = final_rows(variants, comparable(self._model))
+        errors, wrong = final_rows(variants, self._comparable)
         for key, what in wrong.items():
             self._result["wrong"].append(f"{tokens} tokens, {key}: the final row is {what}")
             self._say(f"WRONG: {self._result['wrong'][-1]}")

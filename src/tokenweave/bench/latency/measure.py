@@ -30,8 +30,8 @@ def host_ms(variant: Variant, graph: torch.cuda.CUDAGraph, group: dist.ProcessGr
 
 def comparable(model: Model) -> bool:
     """Whether two right steps have nearly the same rows. Not so where experts differ: rounding sends a row to another one."""
-    mlps = [layer.mlp for layer in model.layers]
-    return not any(isinstance(m, MixtureMLP) and not torch.equal(m.down, m.down[:1].expand_as(m.down)) for m in mlps)
+    experts = [layer.mlp.down for layer in model.layers if isinstance(layer.mlp, MixtureMLP)]
+    return all(torch.equal(one, of[0]) for of in experts for one in of[1:])
 
 
 def final_rows(variants: Sequence[Variant], near: bool) -> tuple[dict[str, float | None], dict[str, str]]:
