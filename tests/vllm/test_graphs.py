@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tokenweave.integrations.vllm import graphs as module
+from tokenweave.integrations.vllm import warm_up
 from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.graphs import Graphs
@@ -24,7 +25,6 @@ from tokenweave.integrations.vllm.runtime import Runtime
 from tokenweave.integrations.vllm.step import Cut, Planned
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning import Mode, Plan, Planner
-from tokenweave.planning.plan import Scheme
 
 MAX_ROWS, REQUESTS = 2048, 64
 
@@ -71,7 +71,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr("tokenweave.integrations.vllm.runtime.slowest", lambda times, group, device: times)
+    monkeypatch.setattr(warm_up, "slowest", lambda times, group, device: times)
+    monkeypatch.setattr(warm_up, "_anywhere", lambda true, runtime: true)
 
 
 class Walks:
@@ -101,7 +102,7 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     runtime = object.__new__(Runtime)
     runtime.max_rows, runtime.max_requests, runtime.max_length = MAX_ROWS, REQUESTS, max_length
     runtime.device, runtime.choice = torch.device("cuda"), Choice(planner(), mode, plain=True)
-    runtime.steps, runtime.off, runtime._made_graphs = Steps(), None, False
+    runtime.steps, runtime.off, runtime.warmed_up = Steps(), None, False
     runtime.workspace = SimpleNamespace(
         group=None, transport="torch", buffer=lambda rows: torch.zeros(rows, 4), world_size=2
     )
@@ -111,7 +112,6 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     )
     runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
     runtime.addresses = lambda: (1, 2)
-    runtime._anywhere = lambda true: true
     runtime.walk = Walks()
     runtime.graphs = Graphs(runtime, least_rows=513)
     return runtime
@@ -249,8 +249,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
             return call.ms
         cut = call.__self__.walked[0]
         plan = cut.plan
-        told = tuple(dict.fromkeys(name for name, _ in plan.gemm_sms))
-        scheme = Scheme(plan.ctas, plan.cluster, told, bool(plan.start_at))
+        scheme = plan.scheme
         return pace[plan.mode] * cut.rows / 1000 * pace.get((cut.rows, str(scheme)), 1.0)
 
     monkeypatch.setattr(module, "milliseconds", milliseconds)
@@ -264,7 +263,7 @@ def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None
     clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 10.0})
     sizes: list[int] = []
     stock = stock_of({640: 5.8, 1024: 10.3, 2048: 30.0}, sizes)  # fused is 0.99 of stock's at 640
-    runtime.capture_at_start(tables, stock)
+    warm_up.warm_up(runtime, tables, stock)
     assert runtime.off is None
     assert sizes == [2048, 1024, 640]
     assert runtime.choice.measured is not None
@@ -278,7 +277,7 @@ def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None
     assert {modes[size] for size in (1024, 1536, 2048)} == {Mode.FUSED}
     assert all(found.graph is not None for found in runtime.graphs._graphs.values())
     made = len(runtime.graphs)
-    runtime.capture_at_start(tables, stock)  # vLLM captures many graphs of its own
+    warm_up.warm_up(runtime, tables, stock)  # vLLM captures many graphs of its own
     assert (len(sizes), len(runtime.graphs)) == (3, made)
     assert run(runtime, buffers, [2000]) is not None
     assert runtime.steps.graphs == 1
@@ -298,7 +297,7 @@ def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
     clock[1024, "8 / 1, none limited"] = 0.9  # 8.55 ms a 1000 rows
     clock[2048, "4 / 2, qkv+down limited, late"] = 0.8
     clock[640, "8 / 1, none limited"] = 0.5  # not tried there, but the nearest size's
-    runtime.capture_at_start(tables, stock_of({640: 10.0, 1024: 10.3, 2048: 30.0}, []))
+    warm_up.warm_up(runtime, tables, stock_of({640: 10.0, 1024: 10.3, 2048: 30.0}, []))
     assert {size: str(scheme) for size, scheme in runtime.choice.schemes.items()} == {
         1024: "8 / 1, none limited",
         2048: "4 / 2, qkv+down limited, late",
@@ -330,7 +329,7 @@ def test_long_steps_are_measured_less_often(clock: dict[Any, float]) -> None:
 def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]) -> None:
     runtime, buffers = make_runtime(Mode.FUSED, max_length=900), Buffers()
     _, tables = buffers.step([7, 8])
-    runtime.capture_at_start(tables, stock_of({}, []))
+    warm_up.warm_up(runtime, tables, stock_of({}, []))
     assert runtime.choice.measured is None  # the mode was given
     for cut, (starts, lengths) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
         counts = [b - a for a, b in itertools.pairwise(starts)]
@@ -346,15 +345,15 @@ def test_an_error_at_the_start_leaves_stock_on_all_ranks() -> None:
         raise RuntimeError("out of memory")
 
     runtime.walk = broken
-    runtime.capture_at_start(buffers.step([7])[1], stock_of({}, []))
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert runtime.off is Reason.ERROR
     assert len(runtime.graphs) == 0
 
 
-def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float]) -> None:
+def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
-    runtime._anywhere = lambda true: True
-    runtime.capture_at_start(buffers.step([7])[1], stock_of({}, []))
+    monkeypatch.setattr(warm_up, "_anywhere", lambda true, runtime: True)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert runtime.off is Reason.ERROR
     assert run(runtime, buffers, [1000]) is None or runtime.forward(Planned({}, None), None) is None  # type: ignore[arg-type]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from tokenweave.execution import check, collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.graphs import TILE, Graphs
-from tokenweave.integrations.vllm.measured import Measured, slowest
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Requests, Rows
@@ -100,7 +98,7 @@ class Runtime:
         self.choice = Choice(planner, mode, plain=plain)
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
-        self._made_graphs = False
+        self.warmed_up = False
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
@@ -227,60 +225,6 @@ class Runtime:
         self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=replayed)
         return self.workspace.buffer(step.cut.rows)
 
-    def capture_at_start(self, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> None:
-        """Makes graphs once the cache is there; called on every rank, as often as vLLM captures graphs of its own.
-
-        Args:
-            stock: rows -> vLLM's own step of as many, on the same buffers.
-        """
-        graphs = self.graphs
-        if graphs is None or self._made_graphs or self.off is not None:
-            return
-        self._made_graphs = True
-        began = time.perf_counter()
-        if self.choice.mode in (None, Mode.WOVEN) and graphs.scheme_sizes:
-            times = self._together(lambda: graphs.time_schemes(tables))
-            if times is None:
-                return
-            self._choose_schemes(graphs.scheme_sizes, slowest(times, self.workspace.group, self.device))
-        if self.choice.mode is None and graphs.sizes:
-            times = self._together(lambda: graphs.time_modes(tables, stock))
-            if times is None:
-                return
-            measured = Measured.of(graphs.sizes, slowest(times, self.workspace.group, self.device))
-            self.choice.measured = measured
-            if self.steps.first_rank:
-                log.info("TokenWeave: ms of a step: %s", measured)
-        self._together(lambda: graphs.make_at_start(tables, len(self.model.layers)))
-        if self.steps.first_rank:
-            log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
-
-    def _choose_schemes(self, sizes: Sequence[int], times: Sequence[Sequence[float]]) -> None:
-        """By the times of each size in each scheme, of the slowest rank."""
-        tried, best = self.choice.tried, {}
-        for size, of in zip(sizes, times, strict=True):
-            best[size] = tried[of.index(min(of))]
-            if self.steps.first_rank:
-                each = ", ".join(f"{ms:.2f} ({scheme})" for ms, scheme in zip(of, tried, strict=True))
-                log.info("TokenWeave: ms of a woven step of %d rows by scheme: %s", size, each)
-        self.choice.schemes = best
-
-    def _together(self, call: Callable[[], T]) -> T | None:
-        """The result of a call that all ranks make; None, with everything turned off, if it failed on any of them."""
-        result, failed = None, None
-        try:
-            with torch.inference_mode():
-                result = call()
-        except Exception as error:
-            log.exception("TokenWeave: graphs could not be made")
-            failed = error
-        if not self._anywhere(failed is not None):
-            return result
-        if self.graphs is not None:
-            self.graphs.drop()
-        self.turn_off(Reason.ERROR, str(failed or "on another rank"))
-        return None
-
     @torch.inference_mode()
     def walk(self, cut: Cut, row_count: torch.Tensor | None = None) -> None:
         """All launches of a step, on the current stream and the overlap's.
@@ -348,9 +292,3 @@ class Runtime:
     def _least_rows(self) -> int:
         """One more than the largest step that vLLM replays as a graph of its own."""
         return (self.vllm_config.compilation_config.max_cudagraph_capture_size or 0) + 1
-
-    def _anywhere(self, true: bool) -> bool:
-        """Whether it is true on any rank."""
-        anywhere = torch.tensor([true], dtype=torch.int32, device=self.device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.workspace.group)
-        return bool(anywhere)

@@ -14,6 +14,7 @@ from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Rows
 from tokenweave.integrations.vllm.runtime import Runtime
 from tokenweave.integrations.vllm.step import Planned
+from tokenweave.integrations.vllm.warm_up import warm_up
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def state_class(on: bool) -> type:
             tables = _tables(input_batch, block_tables, slot_mappings, metadata)
             if for_capture:
                 if tables is not None and runtime.compat.CAPTURES_AT_START:
-                    runtime.capture_at_start(tables, functools.partial(self._stock_step, tables, input_batch, args))
+                    warm_up(runtime, tables, functools.partial(self._stock_step, tables, input_batch, args))
                     metadata = stock()  # its builder's buffers were used meanwhile
                 return metadata
             step = _rows(input_batch)

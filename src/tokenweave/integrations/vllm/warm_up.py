@@ -1,0 +1,83 @@
+"""What is done once the engine's KV cache is there and before it serves: schemes and modes are measured, graphs are made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tokenweave.integrations.vllm.cut import Tables
+from tokenweave.integrations.vllm.measured import Measured, slowest
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.integrations.vllm.runtime import Runtime
+from tokenweave.planning import Mode
+
+log = logging.getLogger("vllm.tokenweave")
+T = TypeVar("T")
+
+
+def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> None:
+    """Called on every rank, as often as vLLM captures graphs of its own; the first call does the work.
+
+    Args:
+        stock: rows -> vLLM's own step of as many, on the same buffers.
+    """
+    graphs, choice = runtime.graphs, runtime.choice
+    if graphs is None or runtime.warmed_up or runtime.off is not None:
+        return
+    runtime.warmed_up = True
+    began = time.perf_counter()
+    if choice.mode in (None, Mode.WOVEN) and graphs.scheme_sizes:
+        times = _together(runtime, lambda: graphs.time_schemes(tables))
+        if times is None:
+            return
+        _choose_schemes(runtime, graphs.scheme_sizes, slowest(times, runtime.workspace.group, runtime.device))
+    if choice.mode is None and graphs.sizes:
+        times = _together(runtime, lambda: graphs.time_modes(tables, stock))
+        if times is None:
+            return
+        choice.measured = Measured.of(graphs.sizes, slowest(times, runtime.workspace.group, runtime.device))
+        if runtime.steps.first_rank:
+            log.info("TokenWeave: ms of a step: %s", choice.measured)
+    _together(runtime, lambda: graphs.make_at_start(tables, len(runtime.model.layers)))
+    if runtime.steps.first_rank:
+        log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
+
+
+def _choose_schemes(runtime: Runtime, sizes: Sequence[int], times: Sequence[Sequence[float]]) -> None:
+    """By the times of each size in each scheme, of the slowest rank."""
+    tried, best = runtime.choice.tried, {}
+    for size, of in zip(sizes, times, strict=True):
+        best[size] = tried[of.index(min(of))]
+        if runtime.steps.first_rank:
+            each = ", ".join(f"{ms:.2f} ({scheme})" for ms, scheme in zip(of, tried, strict=True))
+            log.info("TokenWeave: ms of a woven step of %d rows by scheme: %s", size, each)
+    runtime.choice.schemes = best
+
+
+def _together(runtime: Runtime, call: Callable[[], T]) -> T | None:
+    """The result of a call that all ranks make; None, with everything turned off, if it failed on any of them."""
+    result, failed = None, None
+    try:
+        with torch.inference_mode():
+            result = call()
+    except Exception as error:  # whatever it is: vLLM goes on
+        log.exception("TokenWeave: graphs could not be made")
+        failed = error
+    if not _anywhere(failed is not None, runtime):
+        return result
+    if runtime.graphs is not None:
+        runtime.graphs.drop()
+    runtime.turn_off(Reason.ERROR, str(failed or "on another rank"))
+    return None
+
+
+def _anywhere(true: bool, runtime: Runtime) -> bool:
+    """Whether it is true on any rank."""
+    anywhere = torch.tensor([true], dtype=torch.int32, device=runtime.device)
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=runtime.workspace.group)
+    return bool(anywhere)
