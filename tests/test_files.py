@@ -28,6 +28,24 @@ def test_a_file_is_replaced_and_nothing_else_stays(tmp_path: Path) -> None:
     write_whole(tmp_path / ("n" * 255), "the longest name that there is")
 
 
+def test_a_new_file_follows_the_umask_and_a_file_system_without_modes_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "a", "1")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", refused)
+    write_whole(tmp_path / "a", "2")
+    assert (tmp_path / "a").read_text() == "2"
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "deep" / "target")
     write_whole(tmp_path / "link", "1")  # a link to nothing yet

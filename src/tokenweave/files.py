@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -18,8 +19,8 @@ _LEFT_BEHIND = (
 def write_whole(path: Path, text: str) -> None:
     """Writes a text file, in a folder that is made where there is none.
 
-    A link's target is what is written. What is no regular file (``/dev/stdout``, ``/dev/null``, a pipe) is written to as it
-    stands, since there is nothing to keep whole.
+    A link's target is what is written. Who may read a file stays as it is; a new one follows the umask. What is no regular
+    file (``/dev/stdout``, ``/dev/null``, a pipe) is written to as it stands, since there is nothing to keep whole.
 
     Raises:
         OSError: it cannot be written; a file of before is as it was.
@@ -36,18 +37,42 @@ def write_whole(path: Path, text: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     _clear(target.parent)
     # Short, whatever the target is called: a name of 255 bytes is one that a file can have.
-    handle, part = tempfile.mkstemp(prefix=".", suffix=_ENDING, dir=target.parent)
+    part = target.parent / f".{secrets.token_hex(8)}{_ENDING}"
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(part, "x", encoding="utf-8") as file:
+            with contextlib.suppress(OSError):  # there is no file yet, or the file system knows no such modes
+                os.chmod(part, target.stat().st_mode & 0o777)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(part, target.stat().st_mode & 0o777 if target.exists() else 0o644)
         os.replace(part, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
+
+
+def refusal(path: Path, *, streams: bool = True) -> str | None:
+    """Why :func:`write_whole` could not write a file there; None if it could. Makes the folders that it is to be in.
+
+    Args:
+        streams: whether something that is no regular file will do: ``/dev/stdout``, a pipe.
+    """
+    if os.path.isdir(path):
+        return "it is a folder; expected a file"
+    try:
+        if path.exists() and not streams and not path.is_file():
+            return "it is no regular file; expected a file, which is replaced"
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "no permission to write to it")
+        if path.is_file() or not path.exists():  # it is replaced, by one that is made beside it
+            folder = target_of(path).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        return f"it cannot be written: {error.strerror or error}"
+    return None
 
 
 def target_of(path: Path) -> Path:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenweave.errors import RequestError
-from tokenweave.files import target_of
+from tokenweave.files import refusal
 
 PICTURES = (".svg", ".png", ".pdf")
 """Endings of files that pictures are written to."""
@@ -64,20 +63,8 @@ def check_output(option: str, path: Path | None, endings: tuple[str, ...] = (), 
         return
     if endings and path.suffix.lower() not in endings:
         raise RequestError(f"{option} {path}; expected a name that ends in {', '.join(endings)}")
-    if os.path.isdir(path):
-        raise RequestError(f"{option} {path}: it is a folder; expected a file")
-    try:
-        if path.exists() and not streams and not path.is_file():
-            raise RequestError(f"{option} {path}: it is no regular file; expected a file, which is replaced")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise PermissionError(0, "no permission to write to it")
-        if path.is_file() or not path.exists():  # it is replaced, by one that is made beside it
-            folder = target_of(path).parent
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-    except OSError as error:
-        raise RequestError(f"{option} {path}: it cannot be written: {error.strerror or error}") from None
+    if (reason := refusal(path, streams=streams)) is not None:
+        raise RequestError(f"{option} {path}: {reason}")
 
 
 def check_picture(option: str, path: Path | None) -> None:
