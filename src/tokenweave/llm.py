@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -107,8 +108,9 @@ class LLM:
 
     Raises:
         ModelError: the model cannot be loaded.
-        RequestError: an argument out of its range.
+        RequestError: an argument out of its range; under torchrun also where the ranks were given different ones.
         RankDied: a rank's process ended while loading.
+        CollectiveError: under torchrun: another rank never came, is gone, or could not load its part.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class LLM:
         if show_progress is None:
             show_progress = sys.stderr.isatty()
         self._seed = seed
-        self._requests = 0
+        self._requests = 0  # that were answered: the number of the next one
         self._ranks: Ranks | None = None
         self._owner = os.getpid()
         self._generating = threading.Lock()
@@ -179,9 +181,12 @@ class LLM:
             one output per prompt, in the order of the prompts.
 
         Raises:
-            RequestError: a prompt can never be served as given; none was begun, and the LLM can still be used. Also
-                where another thread, or ``on_token`` itself, calls this before the first call has returned.
+            RequestError: a prompt can never be served as given, or torchrun's ranks were given different ones; none was
+                begun, and the LLM can still be used. Also where another thread, or ``on_token`` itself, calls this before
+                the first call has returned.
             RankDied: a rank's process ended; the LLM is closed.
+            CollectiveError: a collective could not complete, such as one with a rank of torchrun's that is gone; the LLM is
+                closed.
         """
         if not self._generating.acquire(blocking=False):  # two calls' tokens would be mixed up
             raise RequestError("this LLM is generating already; give one call all prompts, or each thread its own LLM")
@@ -202,20 +207,22 @@ class LLM:
         listed: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
         requests = self._requests_of(listed, sampling_params)
         answers = [_Answer(TextStream(self.tokenizer, request.params.stop)) for request in requests]
-        first = requests[0].number if requests else 0
-        if requests:
-            try:
-                for events in ranks.generate(requests):
-                    for event in events:
-                        index = event.request - first
-                        token = answers[index].add(index, event.token_id, event.finished)
-                        if on_token is not None:
-                            on_token(token)
-            except RequestError:
-                raise
-            except BaseException:  # also Ctrl-C: requests are half done, and other ranks may be waiting
-                self.close()
-                raise
+        begun = False
+        try:
+            for events in ranks.generate(requests):  # of no requests too: ranks make sure that they were given the same
+                begun = True
+                for event in events:
+                    index = event.request - self._requests
+                    token = answers[index].add(index, event.token_id, event.finished)
+                    if on_token is not None:
+                        on_token(token)
+        except BaseException as error:
+            if begun or not isinstance(error, RequestError):
+                # Also Ctrl-C: requests are half done, and other ranks may be waiting. What failed first is what is told.
+                with contextlib.suppress(Exception):
+                    self.close()
+            raise
+        self._requests += len(requests)  # not of a refused call: ranks that were given different ones would count apart
         return [
             answer.output(_text_of(prompt), list(request.prompt_token_ids))
             for answer, prompt, request in zip(answers, listed, requests, strict=True)
@@ -248,9 +255,9 @@ class LLM:
 
     def close(self) -> None:
         """Ends the ranks and gives back the memory; idempotent."""
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -258,7 +265,8 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
+            self.close()
 
     def _open(self) -> Ranks:
         if self._ranks is None:
@@ -283,9 +291,7 @@ class LLM:
                 f"{len(prompts)} prompts with {len(sampling_params)} sampling parameters; expected one for all, or one each"
             )
         requests = []
-        for prompt, params in zip(prompts, sampling_params, strict=True):
-            number = self._requests
-            self._requests += 1
+        for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True), self._requests):
             seed = random.Random(f"{self._seed}/{number}").getrandbits(63) if params.seed is None else params.seed
             requests.append(NewRequest(number, tuple(self._token_ids(prompt)), params, seed))
         return requests

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _GRACE = 5.0  # seconds between the first rank's failure and the end of the others
-_ORDERLY = 3.0  # seconds that a rank which is told to end has for what it wants to keep
+_ORDERLY = 3.0  # seconds that rank 0, when it is told to end, has for what it wants to keep
+_PARENT = "TOKENWEAVE_PARENT"  # in the environment of a rank: the process that started it, and with which it ends
 
 
 def launched() -> bool:
@@ -41,6 +42,10 @@ def on_ranks(
         RequestError: there are fewer GPUs than ranks.
     """
     if launched():
+        from tokenweave.peers import end_with
+
+        if (parent := os.environ.pop(_PARENT, None)) is not None:
+            end_with(int(parent))
         return _until_told_to_end(run_rank)
     import torch
 
@@ -79,7 +84,7 @@ def joined(device_type: str = "cuda") -> Iterator[Rank]:
     import torch
     import torch.distributed as dist
 
-    from tokenweave.engine.peers import environment_number, join, lost_peer_is_told
+    from tokenweave.peers import environment_number, join, lost_peer_is_told
 
     rank, local, ranks = (environment_number(name, -1) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     gpu = device_type == "cuda"
@@ -108,7 +113,8 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
 
     Returns:
         0, or the exit code of the first rank that failed. The others are ended, as all are after ``time_limit`` seconds
-        (code 124): a rank that waits for another on its GPU would wait for ever.
+        (code 124): a rank that waits for another on its GPU would wait for ever. They end with this process too, however
+        it ends (on Linux).
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -116,13 +122,14 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
     command = [sys.executable, "-m", "tokenweave", *arguments]
     ranks: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + time_limit
-    before = {told: signal.getsignal(told) for told in (signal.SIGTERM, signal.SIGHUP)}
+    before = {told: signal.getsignal(told) for told in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     for told, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(told, lambda number, frame: sys.exit(128 + number))  # through the finally below
     try:
         for number in range(world_size):
             numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+            numbers[_PARENT] = os.getpid()
             where = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in numbers.items()}}
             # In a session of its own: Ctrl-C reaches this process alone, which tells the ranks once.
             ranks.append(
@@ -147,14 +154,21 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
 
 
 def _until_told_to_end(run_rank: Callable[[], int]) -> int:
-    """``run_rank()``; SIGTERM is a KeyboardInterrupt in it, once, after which this process ends without a word."""
+    """``run_rank()``; SIGTERM is a KeyboardInterrupt in it, once, after which this process ends without a word.
+
+    On rank 0 at once. The others go on for a while: it has things to keep, and may need their answers to get that far.
+    """
     told = False
 
     def interrupt(number: int, frame: object) -> None:
         nonlocal told
         told = True
-        signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if number == signal.SIGTERM and os.environ["RANK"] != "0":
+            signal.signal(signal.SIGALRM, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, _ORDERLY)
+        else:
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -167,15 +181,17 @@ def _until_told_to_end(run_rank: Callable[[], int]) -> int:
         sys.stderr.flush()
         os._exit(130)
     finally:
+        if told:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGTERM, before)
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Tells all ranks to end, gives them a moment, kills those that are left, and reaps them all."""
+    """Tells all ranks to end, gives rank 0 a moment, kills those that are left, and reaps them all."""
     try:
         for rank in ranks:
             rank.terminate()
-        _wait(ranks, time.monotonic() + _ORDERLY)
+        _wait(ranks[:1], time.monotonic() + _ORDERLY)
     finally:  # a second Ctrl-C too
         for rank in ranks:
             rank.kill()

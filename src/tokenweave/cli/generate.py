@@ -51,9 +51,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; 0."""
     prompts = _prompts(args)
-    from tokenweave.engine.peers import environment_number
     from tokenweave.engine.sampling import SamplingParams
     from tokenweave.llm import LLM, Token
+    from tokenweave.peers import environment_number
 
     world_size = environment_number("WORLD_SIZE", 1)
     tp = world_size if args.tp is None else args.tp

@@ -23,6 +23,7 @@ from tokenweave.errors import RequestError
 from tokenweave.models.attention_choice import asked_attention
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream
+from tokenweave.peers import loading
 from tokenweave.planning import Mode, Plan, Planner, asked_mode
 from tokenweave.planning.machine import machine_of
 from tokenweave.tuning import agreed_profile
@@ -128,6 +129,7 @@ def build_engine(
     Raises:
         ModelError: the model cannot be loaded, or not with so many ranks.
         RequestError: the context or the cache asked for cannot be had.
+        CollectiveError: another rank could not load its part, or took too long.
     """
     from tokenweave.models import load_model, load_tokenizer
 
@@ -136,15 +138,16 @@ def build_engine(
         torch.cuda.set_device(device)
     elif args.device == "auto" and rank == 0 and (gpus := torch.cuda.device_count()):
         log.warning("%d ranks run on the CPU, because torch can use only %d GPUs here", args.tensor_parallel_size, gpus)
-    model = load_model(
-        args.model,
-        rank=rank,
-        world_size=args.tensor_parallel_size,
-        group=group,
-        dtype=args.torch_dtype,
-        device=device,
-        progress=progress,
-    )
+    with loading(group):
+        model = load_model(
+            args.model,
+            rank=rank,
+            world_size=args.tensor_parallel_size,
+            group=group,
+            dtype=args.torch_dtype,
+            device=device,
+            progress=progress,
+        )
     return engine_around(model, args, group, device, functools.cache(lambda: load_tokenizer(args.model)))
 
 

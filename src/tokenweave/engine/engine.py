@@ -209,10 +209,8 @@ class Engine:
 
     def close(self) -> None:
         """Releases threads, graphs and the workspace; idempotent."""
-        if self.graphs is not None:
-            self.graphs.close()
-        self._overlap.close()
-        self.workspace.close()
+        graphs = [] if self.graphs is None else [self.graphs.close]
+        close_all(*graphs, self._overlap.close, self.workspace.close)
 
     def _sampled(self, numbers: list[int], rows: torch.Tensor) -> list[TokenEvent]:
         if not numbers:
@@ -247,3 +245,15 @@ class Engine:
         del self._progress[request.number]
         ttft, total = (1000 * (t - progress.arrived) for t in (progress.first_token, now))
         return TokenEvent(request.number, token, Finished(reason, ttft, total, dict(progress.modes)))
+
+
+def close_all(*closings: Callable[[], None]) -> None:
+    """Calls all of them, in order, whatever they raise; then raises what was raised first."""
+    first: BaseException | None = None
+    for closing in closings:
+        try:
+            closing()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first

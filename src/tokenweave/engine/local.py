@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -12,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.engine.build import EngineArgs, build_engine
-from tokenweave.engine.engine import Engine, StepRecord, TokenEvent
-from tokenweave.engine.peers import differing, environment_number, join, lost_peer_is_told
+from tokenweave.engine.engine import Engine, StepRecord, TokenEvent, close_all
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
 from tokenweave.models.attention_choice import ATTENTION_VARIABLE, asked_attention
+from tokenweave.peers import differing, environment_number, join, lost_peer_is_told
 
 
 class Ranks(Protocol):
@@ -68,7 +69,7 @@ class LocalRank:
     Raises:
         ModelError, RequestError: as :func:`tokenweave.engine.build.build_engine`; RequestError also where the ranks were not
             started alike.
-        CollectiveError: another rank never came, or is gone.
+        CollectiveError: another rank never came, is gone, or could not load its part.
     """
 
     def __init__(self, args: EngineArgs, show_progress: bool = True) -> None:
@@ -85,13 +86,15 @@ class LocalRank:
         elif dist.is_initialized():  # for something else of the user's: WORLD is not ours
             group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._peers = group if args.tensor_parallel_size > 1 else None
+        self._gpu = self._rank if args.device_type == "cuda" else None
         try:
-            with lost_peer_is_told(self._rank), progress_bar(show_progress and self._rank == 0) as progress:
+            with self._here(), progress_bar(show_progress and self._rank == 0) as progress:
                 if self._peers is not None:
-                    _check_started_alike(args, self._peers, self._rank)
+                    _check_started_alike(args, self._peers)
                 self._engine = build_engine(args, rank=self._rank, group=group, progress=progress)
         except BaseException:
-            self._end_group()
+            with contextlib.suppress(Exception):  # what failed first is what is told
+                self._end_group()
             raise
 
     @property
@@ -105,16 +108,29 @@ class LocalRank:
             RequestError: also where ranks were given different requests.
             CollectiveError: another rank is gone.
         """
-        with lost_peer_is_told(self._rank):
+        with self._here():
             if self._peers is not None:
                 _check_same_requests(requests, self._peers)
-            yield from self._open().run(requests)
+        steps = self._open().run(requests)
+        while True:
+            with self._here():  # not around the yield: what the caller does in between is its own
+                events = next(steps, None)
+            if events is None:
+                return
+            yield events
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._peers = None  # they hold the group, which must not outlive its end
-        self._end_group()
+        engine, self._engine = self._engine, None
+        self._peers = None  # it holds the group, which must not outlive its end
+        close_all(*([] if engine is None else [engine.close]), self._end_group)
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[None]:
+        """On this rank's GPU, whichever thread calls: collectives of objects and launches go to the current one. A lost peer
+        is told."""
+        gpu = contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu)
+        with lost_peer_is_told(self._rank), gpu:
+            yield
 
     def _open(self) -> Engine:
         if self._engine is None:
@@ -127,18 +143,17 @@ class LocalRank:
             dist.destroy_process_group()
 
 
-def _check_started_alike(args: EngineArgs, group: dist.ProcessGroup, rank: int) -> None:
+def _check_started_alike(args: EngineArgs, group: dist.ProcessGroup) -> None:
     """RequestError on all ranks where they were given different arguments: they would wait for each other, or mix up text."""
-    if args.device_type == "cuda":
-        torch.cuda.set_device(rank)  # where NCCL is all that the user's group has, it carries these too
     mine = {**dataclasses.asdict(args), "device": args.device_type, ATTENTION_VARIABLE: asked_attention()}
     if (found := differing(mine, group)) is not None:
         other, values = found
         told = "; ".join(
             f"rank {other} has {name}={theirs}, rank 0 has {ours}" for name, (theirs, ours) in values.items()
         )
+        alike = ", and the model by the same path" if "model" in values else ""
         raise RequestError(
-            f"the ranks were not started alike: {told}; give all of them the same arguments and TOKENWEAVE_ variables"
+            f"the ranks were not started alike: {told}; give all of them the same arguments and TOKENWEAVE_ variables{alike}"
         )
 
 

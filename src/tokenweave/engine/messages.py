@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from tokenweave import errors
 from tokenweave.engine.build import EngineArgs
-from tokenweave.engine.peers import may_be_an_echo
 from tokenweave.errors import TokenWeaveError
+from tokenweave.peers import may_be_an_echo
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class WorkerArgs:
 
     Attributes:
         port: of the parent's TCPStore on 127.0.0.1, where the ranks meet.
-        die_with_thread: the kernel may end this process with the thread that started it (Linux), because that thread
-            lives as long as its process.
+        parent: the process whose main thread started this one, with which the kernel ends it (Linux); None where another
+            thread did, which may end before its process.
     """
 
     engine: EngineArgs
     rank: int
     port: int
-    die_with_thread: bool
+    parent: int | None
 
 
 @dataclass(frozen=True)

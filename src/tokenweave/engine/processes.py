@@ -69,8 +69,9 @@ class RankProcesses:
         self._store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
         self._finalizer = weakref.finalize(self, _end, self.processes, self._connections, os.getpid())
         try:
+            parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
             for rank in range(world_size):
-                self._start(WorkerArgs(args, rank, self._store.port, _is_main_thread()))
+                self._start(WorkerArgs(args, rank, self._store.port, parent))
             with progress_bar(show_progress) as progress:
                 for _, message in self._until("ready"):
                     if message[0] == "progress":
@@ -254,10 +255,6 @@ def _end(processes: list[subprocess.Popen[bytes]], connections: list[connection.
             process.wait()
     for ours in connections:
         ours.close()
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _defaults(world_size: int) -> dict[str, str]:

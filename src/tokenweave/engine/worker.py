@@ -6,10 +6,8 @@ What it says and hears is in :mod:`tokenweave.engine.messages`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
-import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -20,11 +18,9 @@ import torch.distributed as dist
 from tokenweave.engine.build import build_engine
 from tokenweave.engine.engine import Engine
 from tokenweave.engine.messages import Failure, WorkerArgs
-from tokenweave.engine.peers import PEER_TIMEOUT
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
-
-PR_SET_PDEATHSIG = 1
+from tokenweave.peers import PEER_TIMEOUT, end_with
 
 
 def main(fd: int) -> NoReturn:
@@ -37,8 +33,8 @@ def main(fd: int) -> NoReturn:
 
 def _serve(connection: Connection) -> int:
     args: WorkerArgs = connection.recv()
-    if args.die_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if args.parent is not None:
+        end_with(args.parent)
     inbox: queue.SimpleQueue[list[NewRequest] | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     try:
