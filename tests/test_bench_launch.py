@@ -1,9 +1,10 @@
-"""Ranks of a benchmark or a tuning run end together, quietly, and keep what they have."""
+"""Ranks of a benchmark or a tuning run end together, without noise, and keep what they have."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,21 +74,48 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         process.communicate()
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_an_interrupted_tuning_run_keeps_what_it_has_and_says_nothing(tmp_path: Path, tune, how: str) -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "SIGQUIT"])
+def test_an_interrupted_tuning_run_says_where_it_keeps_what_it_has_and_nothing_else(
+    tmp_path: Path, tune, how: str
+) -> None:
     process = tune("--out", str(tmp_path / "table.json"))
     began = time.monotonic()
     if how == "Ctrl-C":  # as a terminal does it
         os.killpg(process.pid, signal.SIGINT)
     else:
-        process.terminate()
+        process.send_signal(signal.Signals[how])
     _, err = process.communicate(timeout=30)
     assert time.monotonic() - began < 15
-    assert process.returncode == {"Ctrl-C": 130, "SIGTERM": 143}[how], err
-    assert err == ""
-    with pytest.raises(ProfileError, match=r"interrupted after \d+ points"):
-        read_table(tmp_path / "table.json.partial")
+    assert process.returncode == {"Ctrl-C": 130, "SIGTERM": 143, "SIGQUIT": 131}[how], err
+    partial = tmp_path / "table.json.partial"
+    said = re.fullmatch(rf"tune: interrupted; (\d+) points are in {re.escape(str(partial))}\n", err)
+    assert said, err
+    with pytest.raises(ProfileError, match=f"interrupted after {said[1]} points"):
+        read_table(partial)
     assert [path.name for path in tmp_path.glob("*table*")] == ["table.json.partial"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends a process with its parent")
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path, tune) -> None:
+    process = tune("--out", str(tmp_path / "table.json"))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    process.kill()
+    deadline = time.monotonic() + 10
+    while any(
+        Path(f"/proc/{rank}/cmdline").exists() and Path(f"/proc/{rank}/cmdline").read_bytes() for rank in children
+    ):
+        assert time.monotonic() < deadline, "they outlive it"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing ends a process with its parent")
+def test_a_rank_whose_parent_is_gone_before_it_could_ask_for_its_end_ends_too() -> None:
+    code = "from tokenweave.peers import end_with\nend_with({})\nprint('goes on')"
+    for parent, goes_on in ((os.getpid(), True), (os.getppid(), False)):
+        command = [sys.executable, "-c", code.format(parent)]
+        done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+        assert (done.stdout == "goes on\n") == goes_on == (done.returncode == 0), done.stderr
 
 
 def test_ranks_that_do_not_listen_are_ended_too(tmp_path: Path) -> None:

@@ -189,19 +189,36 @@ def test_ranks_run_out_of_time_together(tmp_path):
     assert len(first) < planned(setting_of(MACHINE, max_tokens=1024))
 
 
-def _alone(path, interrupted_again=False):
-    """An interrupted run of one rank: its group is its own."""
+def _alone(path, ends, full=False):
+    """What a run of one rank, whose group is its own, logs and keeps.
+
+    Args:
+        ends: "killed" after the last phase, before the table is written; "interrupted" in the midst of one.
+        full: the disk.
+    """
     from tokenweave.tuning import run
 
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank():
         return None
-    effects = [*([KeyboardInterrupt] if interrupted_again else []), mock.DEFAULT]
-    written = mock.Mock(wraps=write_table, side_effect=effects)
-    with pytest.raises(KeyboardInterrupt), mock.patch.object(run, "write_table", written):
+    lines, parts = [], []
+
+    def write(table, to):
+        if full:
+            raise ProfileError("no room")
+        if to == path and ends == "killed":
+            raise SystemExit
+        parts.append(len(table.times))
+        write_table(table, to)
+
+    with (
+        pytest.raises((KeyboardInterrupt, SystemExit)),
+        mock.patch.object(run, "write_table", write),
+        mock.patch.object(run.log, "warning", lambda *line: lines.append(line[0] % line[1:])),
+    ):
         tune(
             setting_of(MACHINE, max_tokens=1024),
-            FakePieces(MACHINE, fail_at=200),
+            FakePieces(MACHINE, fail_at=None if ends == "killed" else 200),
             identity_of(),
             path,
             groups[0],
@@ -211,21 +228,37 @@ def _alone(path, interrupted_again=False):
             lambda *_: None,
             lambda tuner: {},
         )
-    return sorted(os.listdir(path.parent))
+    return lines, parts
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_an_interruption_keeps_the_old_table_and_leaves_what_it_has_apart(tmp_path, again):
+def test_an_interruption_keeps_the_old_table_and_leaves_what_it_has_apart(tmp_path):
     path = tmp_path / "table.json"
     write_table(table_of(FakePieces(MACHINE), setting_of(MACHINE, max_tokens=512)), path)
     before = path.read_bytes()
-    assert run_ranks(2, _alone, path, again)[0] == ["table.json", "table.json.partial"]
+    lines, _ = run_ranks(2, _alone, path, "interrupted")[0]
+    assert lines == [f"tune: interrupted; 200 points are in {path}.partial"]
+    assert sorted(os.listdir(tmp_path)) == ["table.json", "table.json.partial"]
     assert path.read_bytes() == before
     with pytest.raises(ProfileError, match="interrupted after 200 points"):
         read_table(partial_path(path))
     run_ranks(2, _run, path)
     assert os.listdir(tmp_path) == ["table.json"], "a whole run replaces the table and clears up"
     assert path.read_bytes() != before
+
+
+def test_what_is_measured_is_kept_from_phase_to_phase(tmp_path):
+    path = tmp_path / "table.json"
+    lines, parts = run_ranks(2, _alone, path, "killed")[0]
+    assert lines == []
+    assert len(parts) == len(PHASES)
+    assert parts == sorted(parts)
+    with pytest.raises(ProfileError, match=f"interrupted after {parts[-1]} points"):
+        read_table(partial_path(path))
+
+
+def test_points_that_cannot_be_kept_are_one_line(tmp_path):
+    lines, _ = run_ranks(2, _alone, tmp_path / "table.json", "interrupted", True)[0]
+    assert lines == ["tune: what is measured so far is not kept: no room"]
 
 
 def test_ranks_on_unlike_machines_are_refused_before_anything_is_measured(tmp_path):
@@ -253,9 +286,8 @@ def _refusal(path, replaces_any=True):
 
 def test_what_is_no_regular_file_is_refused_and_a_link_stays_one(tmp_path):
     (tmp_path / "null").symlink_to("/dev/null")
-    assert (
-        run_ranks(2, _refusal, tmp_path / "null") == [f"{tmp_path}/null: it is no regular file; --out takes a file"] * 2
-    )
+    told = f"{tmp_path}/null: it is no regular file; expected a file, which is replaced"
+    assert run_ranks(2, _refusal, tmp_path / "null") == [told] * 2
     (tmp_path / "link").symlink_to(tmp_path / "table.json")
     run_ranks(2, _run, tmp_path / "link", 3.0)
     assert (tmp_path / "link").is_symlink()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import tempfile
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,19 @@ from tqdm import tqdm
 
 from tokenweave.bench.timing import slowest_rank
 from tokenweave.errors import ProfileError, RequestError
-from tokenweave.files import target_of
+from tokenweave.files import refusal
+from tokenweave.peers import differing
 from tokenweave.planning.profile_table import Identity, Table, read_table, write_table
 from tokenweave.tuning.schedule import Setting
 from tokenweave.tuning.tuner import Pieces, Tuner
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
 
 
 def partial_path(path: Path) -> Path:
-    """Where an interrupted run leaves what it has: a table that is refused, to look at."""
+    """Where a run keeps what it has so far, and an interrupted one leaves it: a table that is refused, to look at."""
     return path.with_name(path.name + ".partial")
 
 
@@ -44,6 +46,8 @@ def tune(
 ) -> Table:
     """Measures a model's parts and writes the table, all at once, when everything is measured. Every rank of ``group`` calls it.
 
+    Until then what is measured is kept at :func:`partial_path`, from phase to phase: whatever ends a run, that stays.
+
     Args:
         setting, pieces, clock, seconds, progress: as :class:`Tuner`.
         identity: of the table; it has to be the same on all ranks.
@@ -58,31 +62,33 @@ def tune(
             the disk is full at the end.
     """
     first = dist.get_rank(group) == 0
-    _same(identity, group)
-    reason = _writable(path) if first else None
-    if first and reason is None and not replaces_any:
-        reason = _kept(path, identity)
-    _raise_together(reason, group)
+    _check_same(identity, group)
+    _raise_together(_refusal(path, identity, replaces_any) if first else None, group)
 
     def slowest(numbers: Any) -> list[float]:
         return slowest_rank({"": numbers}, group, device)[""]
 
-    tuner = Tuner(setting, pieces, slowest, clock, seconds, progress)
+    told = False
+
+    def keep() -> bool:
+        nonlocal told
+        if not (first and tuner.times):
+            return False
+        try:
+            write_table(Table(identity, tuner.times, {}, complete=False), partial_path(path))
+        except ProfileError as error:
+            if not told:
+                log.warning("tune: what is measured so far is not kept: %s", error)
+            told = True
+            return False
+        return True
+
+    tuner = Tuner(setting, pieces, slowest, clock, seconds, progress, phase_done=keep)
     try:
         tuner.run()
     except BaseException:  # Ctrl-C and a rank's end too
-        if first and tuner.times:
-            for _ in (
-                1,
-                2,
-                3,
-            ):  # an interruption may come in the midst of this, when another rank's end was heard first
-                try:
-                    with contextlib.suppress(ProfileError):
-                        write_table(Table(identity, tuner.times, {}, complete=False), partial_path(path))
-                    break
-                except KeyboardInterrupt:
-                    pass
+        if keep():
+            log.warning("tune: interrupted; %d points are in %s", len(tuner.times), partial_path(path))
         raise
     table = Table(identity, tuner.times, dict(info(tuner)) if first else {})
     if first:
@@ -107,31 +113,19 @@ def progress_bar(show: bool) -> Iterator[Progress]:
         yield progress
 
 
-def _same(identity: Identity, group: dist.ProcessGroup) -> None:
+def _check_same(identity: Identity, group: dist.ProcessGroup) -> None:
     """Raises RequestError where ranks have different machines: their times are not one table's."""
-    every: list[Identity | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, identity, group=group)
-    for rank, other in enumerate(every):
-        if other != every[0]:
-            names = [
-                f.name for f in dataclasses.fields(Identity) if getattr(other, f.name) != getattr(every[0], f.name)
-            ]
-            differing = ", ".join(f"{n} {getattr(every[0], n)} and {getattr(other, n)}" for n in names)
-            raise RequestError(f"tune: ranks 0 and {rank} run on different machines: {differing}; use equal GPUs")
+    if (found := differing(vars(identity), group)) is not None:
+        rank, values = found
+        told = ", ".join(f"{name} {first} and {theirs}" for name, (theirs, first) in values.items())
+        raise RequestError(f"tune: ranks 0 and {rank} run on different machines: {told}; use equal GPUs")
 
 
-def _writable(path: Path) -> str | None:
-    """Why a table cannot be written there; None if it can."""
-    target = target_of(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            return f"{path}: it is {'a folder' if path.is_dir() else 'no regular file'}; --out takes a file"
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except OSError as error:
-        return f"{path}: the table cannot be written: {error.strerror or error}"
-    return None
+def _refusal(path: Path, identity: Identity, replaces_any: bool) -> str | None:
+    """Why no table of ``identity`` can be written there, or is to be; None if it may."""
+    if (reason := refusal(path, streams=False)) is not None:
+        return f"{path}: {reason}"
+    return None if replaces_any else _kept(path, identity)
 
 
 def _kept(path: Path, identity: Identity) -> str | None:

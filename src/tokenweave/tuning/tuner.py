@@ -31,6 +31,7 @@ class Tuner:
         clock: seconds, of this process.
         seconds: after so many, optional phases are left out.
         progress: called with (points done, points in all, name of the phase).
+        phase_done: called when all points of a phase are measured.
 
     Attributes:
         times: point -> us, as far as it got.
@@ -46,9 +47,12 @@ class Tuner:
         seconds: float,
         progress: Callable[[int, int, str], None],
         phases: Sequence[Phase] = PHASES,
+        *,
+        phase_done: Callable[[], object] = lambda: None,
     ) -> None:
         self._setting, self._pieces, self._slowest = setting, pieces, slowest
-        self._clock, self._seconds, self._progress, self._phases = clock, seconds, progress, phases
+        self._clock, self._seconds, self._progress = clock, seconds, progress
+        self._phase_done, self._phases = phase_done, phases
         self.times: dict[Point, float] = {}
         self.skipped: list[str] = []
 
@@ -70,6 +74,7 @@ class Tuner:
                     )
                     break
                 self.times[point] = median(self._slowest(self._pieces.measure(point)))
+            self._phase_done()
         self._progress(len(self.times), len(self.times), "done")
         return self.times
 
