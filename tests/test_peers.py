@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -45,7 +44,9 @@ def _start(path: str, changes: Sequence[dict[str, object]], modes: Sequence[str]
     rank = dist.get_rank()
     os.environ["TOKENWEAVE_MODE"] = modes[rank]
     try:
-        args = EngineArgs(path, 2, **{"device": "cpu", "cache_tokens": 64, **changes[rank]})
+        args = EngineArgs(
+            **{"model": path, "tensor_parallel_size": 2, "device": "cpu", "cache_tokens": 64, **changes[rank]}
+        )
         LocalRank(args, show_progress=False).close()
         return "started"
     except (RequestError, ModelError) as error:
@@ -59,6 +60,7 @@ def _start(path: str, changes: Sequence[dict[str, object]], modes: Sequence[str]
     [
         ({}, ("auto", "auto"), None),
         ({"max_batch_tokens": 5}, ("auto", "auto"), "rank 1 has max_batch_tokens=5, rank 0 has 2048"),
+        ({"model": "elsewhere"}, ("auto", "auto"), "rank 1 has model=elsewhere, rank 0 has no such folder"),
         ({"dtype": "bfloat16"}, ("auto", "auto"), "rank 1 has dtype=bfloat16, rank 0 has auto"),
         ({}, ("woven", "fused"), "rank 1 has mode=fused, rank 0 has woven"),
         (
@@ -79,6 +81,7 @@ def test_ranks_that_were_started_differently_say_so_before_they_load(
         assert answers == ["started"] * 2
     else:
         assert f"the ranks were not started alike: {told}; give all of them the same" in answers[0]
+        assert answers[0].endswith("and the model by the same path") == ("model" in changes)
 
 
 def _generate(path: str, each: Sequence[Sequence[NewRequest]]) -> tuple[str, int]:
@@ -251,48 +254,55 @@ def test_a_peer_is_blamed_for_broken_connections_alone_and_nothing_of_another_er
 # ---- a rank that loads for long, or fails
 
 
-def _load(seconds: Sequence[float], fails: Sequence[str], limit: float, silent: float) -> tuple[float, str, list[str]]:
-    """Seconds that ``loading`` takes on each rank, what it raises, and what it logs."""
-    rank, lines = dist.get_rank(), []
-    began, told = time.monotonic(), ""
+def _load(slow: int, failure: str, limit: float, silent: float) -> tuple[str, list[str]]:
+    """What ``loading`` raises on each rank, and what it logs, where rank ``slow`` waits in it until the others have said
+    something."""
+    rank, others, lines, told = dist.get_rank(), [r for r in range(dist.get_world_size()) if r != slow], [], ""
+    store = dist.PrefixStore(f"{slow}, {failure}, {limit}", dist.group.WORLD.get_group_store())
+
+    def warning(*line: object) -> None:
+        lines.append(str(line[0]) % line[1:])
+        store.set(str(rank), "said")
+
     with (
         mock.patch.object(peers, "LOADING_TIMEOUT", datetime.timedelta(seconds=limit)),
         mock.patch.object(peers, "_SILENT", silent),
-        mock.patch.object(peers.log, "warning", lambda *line: lines.append(line[0] % line[1:])),
+        mock.patch.object(peers.log, "warning", warning),
     ):
         try:
             with loading(dist.group.WORLD):
-                time.sleep(seconds[rank])
-                if fails[rank]:
-                    raise ModelError(fails[rank])
+                if rank == slow and failure:
+                    raise ModelError(failure)
+                if rank == slow:
+                    store.wait([str(other) for other in others])
         except (CollectiveError, ModelError) as error:
             told = str(error)
-    return time.monotonic() - began, told, lines
+            store.set(str(rank), "raised")
+    return told, lines
 
 
-def test_ranks_wait_longer_for_one_that_loads_than_for_one_that_computes() -> None:
+@pytest.mark.parametrize("slow", [0, 2])
+def test_ranks_wait_longer_for_one_that_loads_than_for_one_that_computes(slow: int) -> None:
     assert peers.LOADING_TIMEOUT >= 4 * peers.PEER_TIMEOUT
-    for seconds in ([0.0, 0.0, 0.7], [0.7, 0.0, 0.0]):
-        answers = run_ranks(3, _load, seconds, ["", "", ""], 60.0, 0.2)
-        slow = seconds.index(0.7)
-        for rank, (took, told, lines) in enumerate(answers):
-            assert took >= 0.6
-            assert told == ""
-            waits = (
-                f"rank {rank} has loaded its part of the model and waits for rank {slow}; it gives up after 1 minutes"
-            )
-            assert lines == ([] if rank == slow else [waits] * 2), "at 0.2 and 0.4 seconds"
+    for rank, (told, lines) in enumerate(run_ranks(3, _load, slow, "", 60.0, 0.05)):
+        assert told == ""
+        if rank == slow:
+            assert not lines
+        else:
+            waits = f"rank {rank} has loaded its part of the model and waits for rank "
+            assert all(line.startswith(waits) and line.endswith("; it gives up after 1 minutes") for line in lines)
+            assert str(slow) in lines[-1].removeprefix(waits)
 
 
 def test_a_rank_that_cannot_load_is_not_waited_for() -> None:
-    (took, first, _), (_, second, _) = run_ranks(2, _load, [0.0, 0.2], ["", "x: damaged"], 60.0, 20.0)
-    assert took < 10
+    (first, _), (second, _) = run_ranks(2, _load, 1, "x: damaged", 60.0, 20.0)
     assert first == "rank 0: rank 1 could not load its part of the model: ModelError: x: damaged"
     assert second == "x: damaged"
-    late = run_ranks(2, _load, [0.0, 1.0], ["", ""], 0.3, 20.0)[0][1]
+    (late, _), (in_vain, _) = run_ranks(2, _load, 1, "", 0.3, 20.0)
     assert late == (
         "rank 0 has loaded its part of the model; rank 1 has not, 0.005 minutes later: see its output, and start all ranks again"
     )
+    assert in_vain == ""
 
 
 # ---- one rank's own GPU, and its end
