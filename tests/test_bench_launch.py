@@ -49,7 +49,8 @@ if "-c" not in sys.orig_argv[1:2]:
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Starts ``tokenweave tune``, on ranks of its own and without GPUs; returns when it measures."""
     (tmp_path / "sitecustomize.py").write_text(TUNE_WITHOUT_GPUS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{TESTS}")
+    src = TESTS.parent / "src"  # where the package is not installed
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, TESTS, src))))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     started = []
 
