@@ -56,14 +56,18 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def start(*words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tokenweave", "tune", "--model", "Llama-3.1-8B", *words]
-        # Tests that a script runs in the background are started with Ctrl-C ignored, and processes inherit that.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Tests that a script runs in the background are started with what keyboards send ignored, and processes inherit that.
+        before = {
+            number: signal.signal(number, handler)
+            for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL))
+        }
         try:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
             )
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "measuring\n", process.communicate()[1]
