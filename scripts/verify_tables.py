@@ -21,7 +21,7 @@ from tokenweave.models import read_config
 from tokenweave.planning import Planner, machine_of
 from tokenweave.planning.profile import Profile
 from tokenweave.planning.profile_table import read_table
-from tokenweave.tuning.verify import SEQUENTIAL, checks, summary, tables
+from tokenweave.tuning.verify import SEQUENTIAL, checks, conclusions
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
@@ -42,13 +42,7 @@ def verified(result: dict[str, Any], planner: Planner) -> dict[str, Any]:
         if row["mode"] == "sequential"
     ]
     measured = result | {"sequential": nccl}
-    found = checks(measured, planner)
-    made = {
-        "checks": [check.as_json() for check in found],
-        "summary": summary(found),
-        "tables": tables(found, measured),
-    }
-    return {key: made.get(key, value) for key, value in result.items()}
+    return {**result, **conclusions(checks(measured, planner), measured)}
 
 
 def contents() -> dict[Path, str]:

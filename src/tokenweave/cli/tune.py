@@ -149,7 +149,7 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
     from tokenweave.bench.result import write_result
     from tokenweave.models import read_config
     from tokenweave.models.dummy import dummy_model
-    from tokenweave.tuning.verify import MODES, checks, summary, tables, text
+    from tokenweave.tuning.verify import MODES, checks, conclusions, text
 
     whole = read_config(args.model)
     layers = args.layers or min(LAYERS, whole.layers)
@@ -180,10 +180,8 @@ def _verify(args: argparse.Namespace, me: Rank) -> int:
     found = checks(result, planners[0])
     print(text(found), flush=True)
     if args.json is not None:
-        kept: dict[str, Any] = {"checks": [check.as_json() for check in found], "summary": summary(found)}
-        kept |= {key: result[key] for key in ("environment", "config", "sweep", "rows", "wrong")}
-        kept["machine"], kept["tables"] = result.get("machine"), tables(found, result)
-        write_result(kept, args.json)
+        kept = {key: result[key] for key in ("environment", "config", "sweep", "rows", "wrong")}
+        write_result({**kept, "machine": result.get("machine"), **conclusions(found, result)}, args.json)
     return 0
 
 

@@ -1,10 +1,9 @@
 """Costs of a step's parts from a measured table.
 
 Between measured rows a GEMM's time runs as the analytical model's does, so its steps are kept (the cost model draws straight
-lines between few rows, cost.FINE_ROWS). Nothing falls with more work,
-but for GEMMs for which the library chooses a slower kernel at some numbers of rows: on H200 448 rows can take 1.7 times as
-long as 512, and a cut that knows avoids them. What was not measured falls back to the analytical model, scaled by the
-nearest measurement.
+lines between few rows, cost.FINE_ROWS). Nothing falls with more work, but for GEMMs for which the library chooses a slower
+kernel at some numbers of rows: on H200 448 rows can take 1.7 times as long as 512, and a cut that knows avoids them. What was
+not measured falls back to the analytical model, scaled by the nearest measurement.
 
 GEMMs and attention are those of a GPU without anything else on it. What a collective beside them costs is in the measured
 woven steps, scheme by scheme: chains of a GEMM beside a collective say too little of it (docs/tuning.md).

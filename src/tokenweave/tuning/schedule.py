@@ -138,15 +138,12 @@ def _attention(setting: Setting, times: Times) -> Iterator[Point]:
                 yield AttentionPoint(sequences, length - 1, sequences)
 
 
-def _gemm_rows(setting: Setting, ranges: tuple[tuple[int, int], ...]) -> list[tuple[str, int]]:
-    """(GEMM, its rows), by the rows of the step: neighbours run at about the power that such a step does."""
-    pairs = [(name, setting.gemm_rows(name, tokens)) for tokens in steps(ranges, setting.max_tokens) for name in GEMMS]
-    return list(dict.fromkeys(pairs))
-
-
 def _gemms(setting: Setting, times: Times) -> Iterator[Point]:
+    """By the rows of the step: neighbours run at about the power that such a step does."""
     few = [(name, rows) for rows in FEW_ROWS for name in GEMMS]
-    yield from (GemmPoint(*pair) for pair in dict.fromkeys([*few, *_gemm_rows(setting, GEMM_ROWS)]))
+    tokens = steps(GEMM_ROWS, setting.max_tokens)
+    pairs = [(name, setting.gemm_rows(name, each)) for each in tokens for name in GEMMS]
+    yield from (GemmPoint(*pair) for pair in dict.fromkeys([*few, *pairs]))
 
 
 def _beside(setting: Setting, times: Times) -> Iterator[Point]:

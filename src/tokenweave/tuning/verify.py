@@ -125,6 +125,19 @@ def summary(found: Sequence[Check]) -> dict[str, dict[str, float]]:
     return {name: {"median": median(values), "largest": max(values)} for name, values in sizes.items() if values}
 
 
+def conclusions(found: Sequence[Check], result: Mapping[str, Any]) -> dict[str, Any]:
+    """What a result file says beside what was measured, of JSON's types: "checks", "summary" and "tables".
+
+    Args:
+        result: as :func:`checks`.
+    """
+    return {
+        "checks": [check.as_json() for check in found],
+        "summary": summary(found),
+        "tables": tables(found, result),
+    }
+
+
 def tables(found: Sequence[Check], result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """For documents: "verify-MODEL", predictions beside what they are of; with a sweep "schemes-MODEL" too.
 

@@ -191,7 +191,8 @@ class Graphs:
     @property
     def scheme_sizes(self) -> list[int]:
         """Rows of the steps in which schemes are compared, ascending; none where there is one scheme."""
-        return [size for size in SCHEME_SIZES if size in self.sizes and len(self._runtime.choice.tried) > 1]
+        sizes = self.sizes if len(self._runtime.choice.tried) > 1 else []
+        return [size for size in SCHEME_SIZES if size in sizes]
 
     def _make(self, plan: Plan, capacity: int, room: int, tables: Tables) -> _Graph:
         key = _key(capacity, room, plan)

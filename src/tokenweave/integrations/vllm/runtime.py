@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from tokenweave.tuning import agreed_profile
 from tokenweave.weave import run_stages
 
 log = logging.getLogger("vllm.tokenweave")
-T = TypeVar("T")
 
 EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them
 DECODE_ROWS = 16  # of a request, up to which FlashAttention packs query heads into a tile; ours plan for long prompts
