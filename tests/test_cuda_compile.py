@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import stat
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -115,6 +116,30 @@ def test_without_nvrtc_the_error_says_how_to_get_it(cache, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(CudaError, match=r"pip install '\.\[cuda\]' in TokenWeave's checkout"):
         compile_kernel(SMALL, "sm_90a")
+
+
+HALF_MADE = """
+import sys, time
+from cuda.core import other
+globals().update(vars(other))  # also __spec__, by which others see whether a module is still being made
+time.sleep(0.3)
+Program = ProgramOptions = object
+"""
+
+
+def test_threads_may_be_the_first_to_compile_at_once(tmp_path):
+    package = tmp_path / "cuda" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(HALF_MADE)
+    (package / "other.py").write_text("")
+    program = (
+        "import time\nfrom concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "from tokenweave.cuda import compile\n"
+        "with Pool(4) as pool: print(list(pool.map(lambda n: time.sleep(n / 20) or compile._nvrtc(), range(4))))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_compilers_words_are_in_the_error(cache):

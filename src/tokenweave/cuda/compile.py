@@ -13,16 +13,19 @@ import json
 import os
 import re
 import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenweave.cache import cache_dir
 from tokenweave.errors import CudaError
 
 HEADERS = Path(__file__).parent / "csrc"
 """Of instructions and dtypes; every kernel can include them."""
+
+_IMPORTING = threading.Lock()
 
 
 class Instantiation(Protocol):
@@ -72,17 +75,28 @@ def compile_kernel(kernel: Instantiation, arch: str) -> Compiled:
     return _read(path) or _write(path, _compile(kernel, arch))
 
 
-def _compile(kernel: Instantiation, arch: str) -> Compiled:
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError:
+def _nvrtc() -> tuple[Any, Any]:
+    """cuda.core's ``Program`` and ``ProgramOptions``.
+
+    One thread at a time: a second one that imports ``cuda.core`` meanwhile can meet it half made, as it puts another
+    module in its own place (seen with its version that CUDA 13.0 came with).
+    """
+    with _IMPORTING:
         try:
-            from cuda.core.experimental import Program, ProgramOptions
-        except ImportError as error:
-            raise CudaError(
-                "TokenWeave compiles its kernels with NVRTC through cuda-core, which cannot be imported "
-                f"({error}): pip install '.[cuda]' in TokenWeave's checkout"
-            ) from error
+            from cuda.core import Program, ProgramOptions
+        except ImportError:
+            try:
+                from cuda.core.experimental import Program, ProgramOptions
+            except ImportError as error:
+                raise CudaError(
+                    "TokenWeave compiles its kernels with NVRTC through cuda-core, which cannot be imported "
+                    f"({error}): pip install '.[cuda]' in TokenWeave's checkout"
+                ) from error
+    return Program, ProgramOptions
+
+
+def _compile(kernel: Instantiation, arch: str) -> Compiled:
+    Program, ProgramOptions = _nvrtc()
     options = ProgramOptions(
         name=f"{kernel.name}.cu",
         arch=arch,

@@ -97,7 +97,10 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
         if (math.inside(v)) st_global(a.residual + from + math.step(v), h[v]);
       const float inv = math.inverse_rms(squares);  // its barrier: every thread of the group has read the stage
       if constexpr (S::WARPS == 1) __syncwarp();
-      if (math.t == 0) mbarrier_arrive(&empty[s]);
+      if (math.t == 0) {
+        fence_proxy_async_shared();  // the group's reads were generic accesses; the copies to come are not
+        mbarrier_arrive(&empty[s]);
+      }
       math.write<Everyone>(h, inv, row_of(i));
       s += GROUPS;
       if (s >= depth) { s -= depth; phase ^= 1; }

@@ -64,6 +64,7 @@ DEVICE void cp_async_bulk(void* shared, const void* global, u32 bytes, u64* b) {
                ::"r"(smem_address(shared)), "l"(global), "r"(bytes), "r"(smem_address(b)) : "memory");
 }
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
 // ---- multicast addresses (sm_90+): the switch sums what is at the address on every GPU, and writes there on every GPU
