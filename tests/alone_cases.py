@@ -1,31 +1,32 @@
 """All ranks' calls in one process on one GPU (tokenweave.bench.kernel.alone), against float64, in watched memory.
 
-    PYTHONPATH=src python3 tests/alone_cases.py [--part I/N] [--plant memory|race] [--rank 0|1 --store FILE]
+    PYTHONPATH=src python3 tests/alone_cases.py [--part I/N] [--each-reader-frees] [--rank 0|1 --store FILE]
+    PYTHONPATH=src python3 tests/alone_cases.py --plant memory|sum|refill
 
-runs a small set of them, or of N equal parts of it part I, for compute-sanitizer (test_gpu_sanitizer.py); ``--plant`` makes a
-mistake in the kernels first.
-With ``--rank`` the process is one of two, each with a GPU, and runs those that need nothing of :mod:`alone`.
+runs a small set of them, or of N equal parts of it part I, for compute-sanitizer (test_gpu_sanitizer.py).
+``--each-reader-frees`` compiles the ring kernel as racecheck can follow it. ``--plant`` makes a mistake in the kernels and runs
+one case. With ``--rank`` the process is one of two, each with a GPU, and runs those that need nothing of :mod:`alone`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import fp8_cases
-from collective_cases import EPS, POISON, Case, Data, bits, call, changed_sources, check, make, on, open_workspace
+from collective_cases import EPS, POISON, Case, Data, bits, call, check, make, on, open_workspace
+from kernel_edits import EACH_READER_FREES, MISTAKES, Mistake, compiled_from
 from tokenweave.bench.kernel import alone
-from tokenweave.collective import Workspace, cuda_backend, kernels, selftest
+from tokenweave.collective import Workspace, cuda_backend, selftest
 from tokenweave.collective.call import Call, Launch
 from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.kernels import Kernel
@@ -35,10 +36,6 @@ from tokenweave.cuda.compile import compile_kernel
 from tokenweave.stages import Epilogue
 
 GAP = 64 << 10  # bytes
-PLANTS = {  # what is wrong, and the line of csrc/row.cuh that it is made from
-    "memory": ("hi = min(tokens, lo + chunk)", "hi = lo + chunk + 1"),  # the last rank reads a row behind its residual
-    "race": ('asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(S::GT) : "memory");', ""),
-}
 
 
 @dataclass(frozen=True)
@@ -219,11 +216,13 @@ def _expect_untouched(memory: torch.Tensor) -> None:
     assert (there == alone.GAP_BYTE).all(), "memory around the rows was written"
 
 
-def plant(what: str) -> None:
-    """From now on, kernels of this process are compiled from sources with a mistake."""
-    folder = Path(tempfile.mkdtemp())
-    kernels.SOURCES = changed_sources(folder, *PLANTS[what])
-    os.environ["TOKENWEAVE_CACHE"] = str(folder)
+def run_mistake(mistake: Mistake) -> None:
+    """One call of two ranks. What comes out is wrong too, and not looked at: the sanitizer has to say why."""
+    what = Alone(mistake.case, mistake.kernel)
+    ranks = open_ranks(what, torch.device("cuda", torch.cuda.current_device()))
+    calls = [_call(what, make(what.case, 2, 1), workspace) for workspace in ranks.workspaces]
+    assert {kernel_of(call).name for call in calls} == {what.kernel}
+    alone.run(calls)
 
 
 def run_as_rank(rank: int, store: str) -> None:
@@ -250,24 +249,25 @@ def run_as_rank(rank: int, store: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", default="0/1")
-    parser.add_argument("--plant", choices=tuple(PLANTS))
+    parser.add_argument("--each-reader-frees", action="store_true")
+    parser.add_argument("--plant", choices=tuple(MISTAKES))
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
     parsed = parser.parse_args()
     if parsed.rank is not None:
         run_as_rank(parsed.rank, parsed.store)
         return
-    if parsed.plant:  # what comes out is wrong too; the sanitizer has to say why
-        plant(parsed.plant)
-        ranks = alone.open_ranks([torch.device("cuda", 0)] * 2, max_tokens=71, hidden=4096, dtype=torch.bfloat16)
-        what = Alone(Case(71, 4096), "twoshot_registers")
-        alone.run([_call(what, make(what.case, 2, 1), workspace) for workspace in ranks.workspaces])
+    if parsed.plant:
+        mistake = MISTAKES[parsed.plant]
+        with compiled_from(*mistake.edits):
+            run_mistake(mistake)
         return
     part, parts = map(int, parsed.part.split("/"))
-    for what in small()[part::parts]:
-        began = time.perf_counter()
-        run(what, 1)
-        print(f"{time.perf_counter() - began:5.2f} s  {what}", flush=True)
+    with compiled_from(*EACH_READER_FREES) if parsed.each_reader_frees else contextlib.nullcontext():
+        for what in small()[part::parts]:
+            began = time.perf_counter()
+            run(what, 1)
+            print(f"{time.perf_counter() - began:5.2f} s  {what}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm, kernels
+from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
 
 EPS = 1e-5
@@ -189,13 +187,3 @@ def open_workspace(case: Case, group: dist.ProcessGroup | None = None, **options
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: equal only if every bit is, NaNs and signed zeros included."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
-
-
-def changed_sources(folder: Path, text: str, instead: str) -> Path:
-    """A copy of the kernels' sources in ``folder`` with a mistake in ``row.cuh``, to take the place of ``kernels.SOURCES``."""
-    sources = folder / "csrc"
-    shutil.copytree(kernels.SOURCES, sources)
-    row = (sources / "row.cuh").read_text()
-    assert row.count(text) == 1, "the source has changed: update this test"
-    (sources / "row.cuh").write_text(row.replace(text, instead))
-    return sources

@@ -8,19 +8,18 @@ All tests of the p2p transport run through that body with TOKENWEAVE_TEST_TRANSP
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import gpu_cases
-from collective_cases import EPS, changed_sources, fresh_seed
+from collective_cases import EPS, fresh_seed
 from gpu_cases import RANKS, check_options, check_row_count, check_sizes, checked_call, fresh, on_ranks, opened
-from tokenweave.collective import fused_allreduce_rmsnorm, kernels, selftest
+from kernel_edits import compiled_from
+from tokenweave.collective import fused_allreduce_rmsnorm, selftest
 from tokenweave.cuda import launch
 from tokenweave.errors import CollectiveError
 
@@ -78,11 +77,8 @@ def _broken(change: tuple[str, str]) -> tuple[str, list[str]]:
     handler.emit = lambda record: messages.append(record.getMessage())
     log = logging.getLogger("tokenweave.collective.workspace")
     log.addHandler(handler)
-    folder = Path(tempfile.mkdtemp())
     try:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(kernels, "SOURCES", changed_sources(folder, *change))
-            monkeypatch.setenv("TOKENWEAVE_CACHE", str(folder))
+        with compiled_from(("row.cuh", *change)), pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(selftest, "_passed", type(selftest._passed)())
             launch.loaded.cache_clear()
             with pytest.raises(CollectiveError, match="did not pass its self-test"):
@@ -96,7 +92,6 @@ def _broken(change: tuple[str, str]) -> tuple[str, list[str]]:
     finally:
         log.removeHandler(handler)
         launch.loaded.cache_clear()
-        shutil.rmtree(folder)
     with opened(72, 4096) as workspace:
         assert workspace.transport == "p2p"
         checked_call(workspace, 64, "sharded", None, 1)
