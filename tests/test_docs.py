@@ -460,3 +460,20 @@ def test_what_is_said_of_four_ranks_was_measured():
     assert [round(gbs[4096, tokens]) for tokens in (16384, 32768)] == [320, 322]
     assert {key for key in alone if key[0] == 4096 and alone[key] > gbs[key]} == {(4096, 16384), (4096, 32768)}
     assert round(alone[4096, 32768]) == 339
+
+
+def test_what_is_said_of_freeing_a_stage_was_measured():
+    """docs/collective.md, "How it is tested": microseconds of 16,384 rows."""
+    rows = json.loads((RESULTS / "h200x2-ring-freeing.json").read_text("utf-8"))["rows"]
+    us = {row["ctas"]: row for row in rows if row["tokens"] == 16384}
+    for way, figures in {
+        "one_arrival_fenced": (1076, 545),  # as it is shipped
+        "one_arrival": (1086, 550),
+        "reader_arrivals": (1111, 562),
+        "reader_arrivals_all_fence": (1121, 567),
+    }.items():
+        assert tuple(round(us[ctas][way]) for ctas in (4, 8)) == figures
+    for ctas in (12, 16):
+        times = [time for name, time in us[ctas].items() if name not in ("tokens", "hidden", "ctas")]
+        assert len(times) == 6
+        assert max(times) / min(times) < 1.0021

@@ -57,15 +57,17 @@ def main(doc: str, measure: Callable[[Workspace], list[dict]]) -> None:
 
 
 @contextlib.contextmanager
-def changed_sources(line: str, instead: str) -> Iterator[None]:
-    """Kernels that are loaded now are compiled from sources with another line."""
+def changed_sources(*edits: tuple[str, str]) -> Iterator[None]:
+    """Kernels that are loaded now are compiled from sources with other lines in the ring kernel: pairs of old and new."""
     before = kernels.SOURCES, os.environ.get("TOKENWEAVE_CACHE")
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(folder) / "csrc"
         shutil.copytree(kernels.SOURCES, sources)
         text = (sources / "twoshot_ring.cu").read_text()
-        assert text.count(line) == 1, "the source has changed: update this probe"
-        (sources / "twoshot_ring.cu").write_text(text.replace(line, instead))
+        for line, instead in edits:
+            assert text.count(line) == 1, f"the source has changed, update this probe: {line!r} is not there once"
+            text = text.replace(line, instead)
+        (sources / "twoshot_ring.cu").write_text(text)
         kernels.SOURCES = sources
         os.environ["TOKENWEAVE_CACHE"] = folder
         loaded.cache_clear()

@@ -42,9 +42,9 @@ def collectives(workspace: Workspace) -> list[dict]:
     """The collective as it is and in parts with the copy engine, by rows and blocks."""
     shapes = [(tokens, ctas) for tokens in (1024, 4096, 16384) for ctas in (4, 8)]
     whole = {shape: captured(lambda shape=shape: collective(workspace, 0, *shape)) for shape in shapes}
-    with changed_sources(TO_RESIDUAL, ";"):
+    with changed_sources((TO_RESIDUAL, ";")):
         lighter = {shape: captured(lambda shape=shape: collective(workspace, 0, *shape)) for shape in shapes}
-    with changed_sources(TO_PEER, "for (int k = N; k <= N; ++k) st_global(table[RANK] + at, words);"):
+    with changed_sources((TO_PEER, "for (int k = N; k <= N; ++k) st_global(table[RANK] + at, words);")):
         return _with_copies(workspace, shapes, whole, lighter)
 
 

@@ -26,7 +26,7 @@ def measure(workspace: Workspace) -> list[dict]:
         return {shape: captured(lambda shape=shape: collective(workspace, 0, *shape)) for shape in SHAPES}
 
     shipped = graphs()
-    with changed_sources((SOURCES / "twoshot_ring.cu").read_text(), VARIANT.read_text()):
+    with changed_sources(((SOURCES / "twoshot_ring.cu").read_text(), VARIANT.read_text())):
         variant = graphs()
     rows = []
     for tokens, ctas in SHAPES:
