@@ -118,7 +118,8 @@ def _layers() -> str:
 
 def _models() -> str:
     """Whole models on 2 H200 with this package's engine, the vocabulary's projection left out as the benchmark does."""
-    modes, errors, lines = ("sequential", "fused", "woven", "no_comm"), [], []
+    modes, lines = ("sequential", "fused", "woven", "no_comm"), []
+    errors: dict[str, list[float]] = {"Dense models": [], "Mixtures of experts": []}
     for path in sorted(RESULTS.glob("h200x2-latency-*.json")):
         result = json.loads(path.read_text())
         name, layers, ranks = (result["config"][key] for key in ("model", "layers", "ranks"))
@@ -134,10 +135,12 @@ def _models() -> str:
         for tokens, ms in measured.items():
             explained = planner.explain(tokens)
             ours = {mode: explained.predicted_ms[mode] - head for mode in modes}
-            errors += [ours[mode] / ms[mode] - 1 for mode in modes if mode in ms]
+            kind = "Mixtures of experts" if config.experts else "Dense models"
+            errors[kind] += [ours[mode] / ms[mode] - 1 for mode in modes if mode in ms]
             cells = [_pair(ms[mode], ours[mode]) if mode in ms else "" for mode in modes]
             lines.append([f"{name}, {layers} layers", attention, str(tokens), *cells, str(explained.plan.mode)])
-    return f"{_table(['model', 'attention', 'tokens', *modes, 'chosen'], lines)}\n\n{_summary(errors)}"
+    summaries = " ".join(f"{kind}: {_summary(of_kind)}" for kind, of_kind in errors.items())
+    return f"{_table(['model', 'attention', 'tokens', *modes, 'chosen'], lines)}\n\n{summaries}"
 
 
 def _gemms() -> str:

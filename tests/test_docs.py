@@ -314,6 +314,18 @@ def test_what_the_readme_says_of_its_tables_is_so():
     assert large["auto"] == {1024: 1.04, 2048: 1.05, 4096: 1.06}
     assert qwen["auto"] == {1024: 0.99, 2048: 1.08, 4096: 1.05, 8192: 1.05}
     assert qwen["fused"][1024] == 1.03
+    between, again, mixtral = (
+        _speedups(f"h200x2-latency-{name}.json")
+        for name in ("llama-3.1-8b-around-1024", "qwen2.5-72b-16-layers-to-2048", "mixtral-8x7b-16-layers")
+    )
+    assert between["auto"] == {768: 1.06, 1024: 1.05, 1280: 1.11}
+    assert between["fused"] == {768: 1.06, 1024: 1.05, 1280: 1.05}
+    assert between["woven"] == {768: 1.07, 1024: 1.03, 1280: 1.09}
+    assert between["no_comm"] == {768: 1.22, 1024: 1.20, 1280: 1.19}
+    assert [small["no_comm"][512], small["no_comm"][1024], small["woven"][1024]] == [1.17, 1.20, 1.04]
+    assert again["auto"] == {1024: 1.04, 2048: 1.07}
+    assert mixtral["auto"] == {1024: 1.02, 2048: 1.04, 4096: 1.02, 8192: 1.02}
+    assert mixtral["woven"] == {1024: 0.66, 2048: 0.86, 4096: 0.92, 8192: 0.96}
 
 
 def _modes_chosen(file: str) -> dict[int, str]:
@@ -322,10 +334,13 @@ def _modes_chosen(file: str) -> dict[int, str]:
 
 
 def test_which_steps_are_woven_is_what_the_readme_says():
-    small = _modes_chosen("h200x2-latency-llama-3.1-8b.json")
-    assert {tokens for tokens, mode in small.items() if mode == "woven"} == {n for n in small if n >= 2048}
-    for name in ("llama-3.3-70b", "llama-3.3-70b-20-layers", "qwen2.5-72b-16-layers"):
+    for name in ("llama-3.1-8b", "llama-3.1-8b-around-1024"):
+        small = _modes_chosen(f"h200x2-latency-{name}.json")
+        assert {tokens for tokens, mode in small.items() if mode == "woven"} == {n for n in small if n >= 1280}
+    large = ("llama-3.3-70b", "llama-3.3-70b-20-layers", "qwen2.5-72b-16-layers", "qwen2.5-72b-16-layers-to-2048")
+    for name in large:
         assert set(_modes_chosen(f"h200x2-latency-{name}.json").values()) == {"woven"}
+    assert set(_modes_chosen("h200x2-latency-mixtral-8x7b-16-layers.json").values()) == {"fused"}
 
 
 def test_the_tables_of_whole_steps_are_with_flash_attention_3():
@@ -365,9 +380,35 @@ def test_what_larger_models_spend_on_communication_is_measured():
         values = [row["shares"]["communication"]["value"] for row in rows]
         return round(min(values), 2), round(max(values), 2)
 
-    large = ("llama-3.3-70b", "llama-3.3-70b-20-layers", "qwen2.5-72b-16-layers")
+    large = ("llama-3.3-70b", "llama-3.3-70b-20-layers", "qwen2.5-72b-16-layers", "qwen2.5-72b-16-layers-to-2048")
     assert shares(*(f"h200x2-latency-{name}.json" for name in large)) == (0.06, 0.09)
-    assert shares("h200x2-latency-llama-3.1-8b.json") == (0.10, 0.17)
+    small = ("llama-3.1-8b", "llama-3.1-8b-around-1024")
+    assert shares(*(f"h200x2-latency-{name}.json" for name in small)) == (0.10, 0.18)
+
+
+def test_what_is_said_of_a_mixture_of_experts_was_measured():
+    """docs/gpu-execution.md, "Mixture of experts", and docs/planning.md, what the formulas leave out."""
+    rows = _rows("h200x2-latency-mixtral-8x7b-16-layers.json")
+    shares = {n: row["shares"] for (n, mode), row in rows.items() if mode == "sequential"}
+    communication = {n: share["communication"]["value"] for n, share in shares.items()}
+    assert (round(min(communication.values()), 2), round(max(communication.values()), 2)) == (0.04, 0.07)
+    assert round(shares[1024]["rmsnorm"]["value"], 3) == -0.045
+    apart = {round(row["no_comm_ratio"]["value"], 2) for (_, mode), row in rows.items() if mode == "auto"}
+    assert (min(apart), max(apart)) == (0.96, 0.97)
+    longer = {n: rows[n, "woven"]["ms"] / rows[n, "sequential"]["ms"] for n in shares}
+    assert (round(longer[1024], 1), round(longer[8192], 2)) == (1.5, 1.04)
+    times = json.loads((RESULTS / "h200x2-tune-mixtral-8x7b.json").read_text("utf-8"))["times"]
+    mlp = {tokens: us / 1e3 for name, tokens, us in times["stage"] if name == "mlp"}
+    gemms = {(name, each): us / 1e3 for name, each, us in times["gemm"]}  # by the rows of an expert, a quarter of all
+    grouped = {n: sum(gemms[name, n // 4] for name in ("gate_up", "down")) for n in (64, 128, 256, 512, 1024)}
+    for tokens, two_halves_more, share_ms in ((1024, 0.68, 0.05), (8192, 0.16, 0.38)):
+        assert 2 * mlp[tokens // 2] - mlp[tokens] == pytest.approx(two_halves_more, abs=0.006)
+        a_layer = rows[tokens, "sequential"]["ms_per_layer"] * communication[tokens]
+        assert a_layer == pytest.approx(share_ms, abs=0.005)
+    assert [round(mlp[n], 2) for n in (512, 1024)] == [0.85, 1.01]
+    assert [round(grouped[n], 2) for n in (512, 1024)] == [0.41, 0.53]
+    assert [round(mlp[n] - grouped[n], 2) for n in (512, 1024)] == [0.44, 0.48]
+    assert all(round(mlp[n] - grouped[n], 1) == 0.1 for n in (64, 128, 256))
 
 
 @pytest.mark.parametrize(("model", "percent", "lone"), [("llama-3.1-8b", 1.2, 3.3), ("llama-3.3-70b", 2.2, 1.3)])
@@ -429,7 +470,7 @@ def test_how_far_formulas_are_from_woven_steps_is_said():
     text = (ROOT / "docs" / "planning.md").read_text("utf-8")
     table = text[text.index("<!-- models: begin") : text.index("<!-- models: end")]
     lines = [line.split("|") for line in table.splitlines() if re.match(r"\| (Llama-3.3-70B|Qwen2.5-72B)", line)]
-    assert len(lines) == 7
+    assert len(lines) == 9
 
     def longer(column: int) -> tuple[float, float]:
         pairs = [[float(x) for x in line[column].split("(")[0].split("/")] for line in lines]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,12 +45,46 @@ def test_there_are_such_files() -> None:
     assert {path.name for path in FILES} >= {"h200x2-verify-llama-3.1-8b.json", "h200x2-verify-llama-3.3-70b.json"}
 
 
-def _planner(name: str) -> Planner:
+def _planner(name: str, layers: int | None = None) -> Planner:
     table, config = read_table(RESULTS / f"h200x2-tune-{name.lower()}.json"), read_config(name)
+    config = config if layers is None else dataclasses.replace(config, layers=layers)
     return Planner(config, mode="auto", costs=Profile(table, config, machine_of("h200", 2, "p2p")))
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.3-70B"])
+def _shown(path: Path) -> tuple[Planner, list[dict[str, Any]]]:
+    """Of a result of whole models: the planner with the published table, and the measured rows."""
+    result = json.loads(path.read_text("utf-8"))
+    return _planner(result["config"]["model"], result["config"]["layers"]), result["rows"]
+
+
+def test_the_steps_in_the_readme_are_planned_as_they_are_today() -> None:
+    """README's Limits: all but those of one earlier run."""
+    others = []
+    for path in sorted(RESULTS.glob("h200x2-latency-[lmq]*.json")):
+        planner, rows = _shown(path)
+        for row in rows:
+            if row["mode"] == "auto":
+                plan, measured = planner.plan(row["tokens"]), row["plan"]
+                now = (plan.mode, plan.split, plan.ctas, plan.cluster, sorted(plan.start_at))
+                then = tuple(measured[part] for part in ("mode", "split", "ctas", "cluster", "start_at"))
+                limits = {"/".join(gemm): sms for gemm, sms in plan.gemm_sms.items()}
+                if (now, limits) != (then, measured["gemm_sms"]):
+                    others.append((path.name, row["tokens"]))
+    assert others == [("h200x2-latency-qwen2.5-72b-16-layers.json", tokens) for tokens in (1024, 4096, 8192)]
+
+
+def test_a_mixtures_table_is_within_6_percent_where_formulas_are_not() -> None:
+    """docs/planning.md, "How far predictions are from measurements"."""
+    planner, rows = _shown(RESULTS / "h200x2-latency-mixtral-8x7b-16-layers.json")
+    predicted = {tokens: planner.explain(tokens).predicted_ms for tokens in (1024, 2048, 4096, 8192)}
+    errors = [predicted[row["tokens"]][row["mode"]] / row["ms"] - 1 for row in rows if row["mode"] != "auto"]
+    assert len(errors) == 16
+    assert max(map(abs, errors)) < 0.06
+    formulas = Planner(planner.model.config, mode="auto", costs=machine_of("h200", 2, "p2p"))
+    assert [str(formulas.plan(tokens).mode) for tokens in predicted] == ["fused", "woven", "woven", "woven"]
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.3-70B", "Qwen2.5-72B"])
 def test_a_cut_near_the_middle_wins_where_the_tables_hardly_tell(name: str) -> None:
     """Whole steps were measured cut in the middle; what another cut takes is inferred, and was wrong by more than that."""
     planner = _planner(name)
