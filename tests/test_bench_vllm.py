@@ -49,6 +49,8 @@ class AsyncLLM:
             ),
         )
         print("TokenWeave: switch", os.environ["TOKENWEAVE"], flush=True)
+        if os.environ.get("FAKE") == "off" and os.environ["TOKENWEAVE"] != "0":
+            print("WARNING TokenWeave: stock vLLM runs (lora): a reason", flush=True)
 
     @classmethod
     def from_engine_args(cls, args, usage_context):
@@ -164,6 +166,16 @@ def test_all_configurations_one_after_the_other(vllm: Path, capsys: pytest.Captu
         "not paired",
     ):
         assert word in out
+
+
+def test_figures_of_a_plugin_that_is_not_at_work_are_told(
+    vllm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE", "off")
+    code, result = bench(vllm, "--tokens=1024", "--rounds=1", "--decode=none", "--configs=default,tokenweave")
+    assert code == 0
+    assert "tokenweave: NOT AT WORK, its figures are stock vLLM's: WARNING TokenWeave: stock" in capsys.readouterr().err
+    assert any("(lora)" in line for line in result["engines"][-1]["said"])
 
 
 def test_engines_get_the_same_arguments_and_their_switch(vllm: Path) -> None:

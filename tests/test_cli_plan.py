@@ -53,7 +53,7 @@ def test_mode_beats_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_command_explains_in_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "Mixtral-8x7B", "--gpu", "h100", "--tp", "8", "--tokens", "1,8192"]) == 0
+    assert main(["plan", "--model", "Llama-3.3-70B", "--gpu", "h100", "--tp", "8", "--tokens", "1,8192"]) == 0
     out = capsys.readouterr().out
     assert "8192 tokens: woven, cut" in out
     assert "one row cannot be cut" in out

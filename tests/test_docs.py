@@ -441,27 +441,21 @@ def test_what_chains_beside_a_collective_were_worth_is_measured():
 
 def test_what_is_said_of_the_plugin_was_measured():
     """docs/vllm.md, "How"."""
-    result = json.loads((RESULTS / "h200x2-vllm-4-layers.json").read_text("utf-8"))
-    latency = result["latency"]
-    assert {tokens: round(modes["auto"]["speedup"], 2) for tokens, modes in latency.items()} == {
-        "1024": 1.57,
-        "2048": 1.14,
-        "4096": 1.14,
-    }
-    assert [round(latency[tokens]["stock"]["ms"], 1) for tokens in ("1024", "2048")] == [12.5, 10.6]
+    result = json.loads((RESULTS / "h200x2-vllm-check-llama-3.1-8b.json").read_text("utf-8"))
     document = (ROOT / "docs" / "vllm.md").read_text("utf-8")
-    for modes in list(result["step_ms_at_start"].values())[1:]:
-        assert "| " + ", ".join(f"{modes[mode]:.2f}" for mode in ("stock", "fused", "woven")) + " |" in document
+    for tokens in ("512", "768", "1024", "2048", "4096", "8192"):
+        modes = result["latency"][tokens]
+        of_start = result["step_ms_at_start"].get(tokens)
+        last = "" if of_start is None else ", ".join(f"{of_start[mode]:.2f}" for mode in ("stock", "fused", "woven"))
+        row = f"| {tokens} | {modes['stock']['ms']:.1f} | {modes['auto']['speedup']:.2f} | {last} |"
+        assert row.replace("|  |", "| |") in document
     compared = result["layouts"]
-    assert [round(100 * compared[mode]["equal_tokens"], 1) for mode in ("stock", "fused", "woven")] == [
-        98.7,
-        97.1,
-        93.0,
-    ]
-    assert [compared[mode]["largest_logprob_difference"] for mode in ("stock", "fused", "woven")] == [
-        1e-4,
-        0.0313,
-        0.0625,
+    shares = [round(100 * compared[mode]["equal_tokens"]) for mode in ("stock", "fused", "woven")]
+    assert shares == [88, 89, 91]
+    assert [round(compared[mode]["largest_logprob_difference"], 2) for mode in ("stock", "fused", "woven")] == [
+        0.03,
+        0.03,
+        0.06,
     ]
 
 

@@ -55,11 +55,19 @@ def test_a_folder_and_a_built_in_name_give_the_same_steps(tmp_path: Path) -> Non
     assert by_folder.model.value == by_name.model.value == "taken"
     assert by_folder.steps == by_name.steps
     modes = {step.tokens: step.mode for step in by_name.steps}
-    assert modes[16] == modes[512] == "stock"
+    assert {modes[16], modes[512]} <= {"stock", "fused"}
     assert modes[2048] in ("fused", "woven")
     assert "launch by launch" in by_name.steps[-1].why
     assert by_name.vllm is None
     assert any("no vLLM is installed" in note for note in by_name.notes)
+
+
+def test_where_nothing_is_measured_small_steps_stay_with_vllms_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_vllm, "installed_vllm", lambda: Vllm("0.30.1", cpu=False))
+    steps = {step.tokens: step for step in examine_vllm("Llama-3.1-8B", tp=2, gpu="h200", environment={}).steps}
+    assert steps[16].mode == steps[512].mode == "stock"
+    assert "nothing is measured" in steps[512].why
+    assert steps[2048].mode in ("fused", "woven")
 
 
 @pytest.mark.parametrize(

@@ -195,16 +195,18 @@ def test_gemms_never_get_cheaper_with_rows_or_fewer_sms(gpu, n: int, k: int, exp
 # --- plans
 
 
-@pytest.mark.parametrize("tokens", [1024, 1200, 1536, 2048])
+@pytest.mark.parametrize("tokens", [1024, 2048, 8192])
 @pytest.mark.parametrize(("gpu", "transport"), [("h100", "multimem"), ("h200", "p2p"), ("a100", "p2p")])
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_mixtures_of_experts_are_cut_only_where_that_pays(gpu: str, transport: str, tp: int, tokens: int) -> None:
-    """Both halves read nearly all experts: at one or two thousand tokens a cut may cost more than it hides."""
-    explained = planner_of("Mixtral-8x7B", gpu, tp, transport).explain(tokens)
+def test_formulas_never_weave_a_mixture_of_experts(gpu: str, transport: str, tp: int, tokens: int) -> None:
+    """They promised gains where woven steps were measured to lose."""
+    planner = planner_of("Mixtral-8x7B", gpu, tp, transport)
+    explained = planner.explain(tokens)
     times, mode = explained.predicted_ms, str(explained.plan.mode)
-    plain = min(times["sequential"], times["fused"])
-    assert times[mode] <= plain
-    assert (mode == "woven") == (times["woven"] < GAIN * plain)
+    assert mode != "woven"
+    assert times[mode] <= min(times["sequential"], times["fused"])
+    assert "tuned table" in explained.reason
+    assert planner.plan(tokens, mode="woven").mode is Mode.WOVEN  # who asks for it gets it
 
 
 @settings(max_examples=80, deadline=None)
@@ -222,7 +224,7 @@ def test_no_plan_is_expected_to_be_slower_than_sequential(setup, tokens: int, co
         beside = LATE_GEMMS if explained.plan.start_at else FIRST_GEMMS  # a collective
         each = set(itertools.product(beside, ("prefix", "suffix")))
         assert set(explained.plan.gemm_sms) == (set() if setup[1] == "cpu" else each)  # a CPU has no SMs to give
-    elif setup[1] != "cpu" and tokens > 1:
+    elif setup[1] != "cpu" and tokens > 1 and not setup[0].startswith("Mixtral"):
         assert times["woven"] >= GAIN * times[str(mode)] * (1 - 1e-9)
 
 

@@ -82,7 +82,7 @@ class Walks:
         self.eager: list[Cut] = []
         self.layouts: list[tuple[list[int], list[int]]] = []
 
-    def __call__(self, cut: Cut, row_count: torch.Tensor | None = None) -> None:
+    def __call__(self, cut: Cut, row_count: torch.Tensor | None = None, layers: int | None = None) -> None:
         assert row_count is not None
         assert row_count.data_ptr() == cut.tables.query_start_loc[-1:].data_ptr()
         if Graph.capturing is not None:
@@ -187,10 +187,59 @@ def test_small_steps_have_no_graph_and_large_ones_run_launch_by_launch(monkeypat
     assert run(runtime, buffers, [1100]) is None
     assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
     monkeypatch.setattr("tokenweave.integrations.vllm.runtime.EAGER_ROWS", 1100)
-    monkeypatch.setattr(Walks, "__call__", lambda self, cut, row_count=None: self.eager.append(cut))
+    monkeypatch.setattr(Walks, "__call__", lambda self, cut, row_count=None, layers=None: self.eager.append(cut))
     assert run(runtime, buffers, [700, 400]) is not None
     (cut,) = runtime.walk.eager
     assert (cut.rows, cut.longest_query, cut.longest_sequence) == (1100, 700, 700)
+
+
+def small_runtime(mode: Mode | None = None) -> Any:
+    """One that also takes what vLLM would replay in pieces."""
+    runtime = make_runtime(mode)
+    runtime.graphs = Graphs(runtime, least_rows=1)
+    return runtime
+
+
+def test_small_steps_have_graphs_where_vllm_replays_pieces() -> None:
+    runtime, buffers = small_runtime(Mode.FUSED), Buffers()
+    sizes = {rows: runtime.graphs.rows_of(rows) for rows in (1, 16, 17, 33, 64, 65, 128, 129, 512, 513)}
+    assert sizes == {1: 16, 16: 16, 17: 32, 33: 64, 64: 64, 65: 128, 128: 128, 129: 256, 512: 512, 513: 640}
+    for _ in range(4):
+        run(runtime, buffers, [20, 1, 1])
+    assert len(runtime.graphs) == 1
+    assert runtime.steps.rows == {Mode.FUSED: 3 * 22}
+    runtime.max_rows = 48
+    assert [runtime.graphs.rows_of(rows) for rows in (20, 33, 48)] == [32, 48, 48]
+
+
+def test_no_small_step_is_woven_unless_asked_for() -> None:
+    runtime, buffers = small_runtime(), Buffers()
+    for rows in (1, 5, 16, 100, 128):
+        for _ in range(3):
+            run(runtime, buffers, [rows])
+    assert runtime.off is None
+    assert Mode.WOVEN not in runtime.steps.rows
+
+
+def test_a_graph_with_more_room_serves_before_another_is_made() -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    runtime.graphs.rooms = (2, 4, 8)
+    for _ in range(3):
+        run(runtime, buffers, [200] * 5)
+    assert run(runtime, buffers, [500, 500]) is not None
+    assert len(runtime.graphs._graphs) == 1
+    assert Reason.NEW_BUCKET not in runtime.steps.reasons or runtime.steps.reasons[Reason.NEW_BUCKET] == 1
+    assert run(runtime, buffers, [100] * 9) is None
+    assert runtime.steps.reasons[Reason.EAGER_SLOWER] == 1
+
+
+def test_the_most_important_sizes_come_first() -> None:
+    graphs = small_runtime().graphs
+    sizes = graphs._by_importance()
+    assert sizes[:9] == [2048, 1024, 512, 256, 128, 64, 32, 16, 1536]
+    assert sorted(sizes) == [16, 32, 64, *range(128, 2049, 128)]
+    assert [graphs._rooms_at_start(size) for size in (16, 64, 2048)] == [[16], [16, 64], [16, 64]]
+    assert make_runtime().graphs._by_importance()[:4] == [2048, 1024, 1536, 768]
 
 
 def test_more_requests_than_a_graph_has_room_for() -> None:
@@ -283,6 +332,29 @@ def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None
     assert runtime.steps.graphs == 1
 
 
+def test_small_steps_are_measured_too_but_not_woven(clock: dict[Mode, float]) -> None:
+    runtime, buffers = small_runtime(), Buffers()
+    _, tables = buffers.step([7, 8])
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 8.0})
+    stock = {64: 6.0, 256: 7.0, 512: 4.0, 640: 10.0, 1024: 10.3, 2048: 30.0}
+    warm_up.warm_up(runtime, tables, stock_of(stock, []))
+    measured = runtime.choice.measured
+    assert measured is not None
+    assert "64 rows: 6.00 stock, 0.58 fused; 256 rows: 7.00 stock, 2.30 fused; 512 rows" in str(measured)
+    assert {rows: measured.best(rows) for rows in (16, 64, 128, 384, 512, 640, 2048)} == {
+        16: Mode.FUSED,
+        64: Mode.FUSED,
+        128: Mode.FUSED,
+        384: Mode.FUSED,
+        512: Mode.SEQUENTIAL,
+        640: Mode.WOVEN,
+        2048: Mode.WOVEN,
+    }
+    made = {key[0] for key in runtime.graphs._graphs}
+    assert {16, 64, 128, 640, 2048} <= made
+    assert 512 not in made
+
+
 def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
     runtime, buffers = make_runtime(), Buffers()
     _, tables = buffers.step([7, 8])
@@ -341,7 +413,7 @@ def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]
 def test_an_error_at_the_start_leaves_stock_on_all_ranks() -> None:
     runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
 
-    def broken(cut: Cut, row_count: torch.Tensor | None = None) -> None:
+    def broken(cut: Cut, row_count: torch.Tensor | None = None, layers: int | None = None) -> None:
         raise RuntimeError("out of memory")
 
     runtime.walk = broken
@@ -374,6 +446,9 @@ def test_decodes_alone_and_few_rows_after_long_contexts_run_as_stock() -> None:
     _, tables = Buffers().step([1] * 60)
     assert runtime.prepare([Rows(f"r{i}", 11, 5000) for i in range(60)], tables) is None
     assert runtime.steps.reasons == {Reason.DECODES: 1}
+    few = small_runtime(Mode.FUSED)
+    few.prepare([Rows("r", 11, 200), Rows("s", 1, 300)], Buffers().step([11, 1])[1])
+    assert few.steps.reasons == {Reason.NEW_BUCKET: 1}  # little to attend to: a replay is worth more
     assert runtime.prepare([Rows("r", 1000, 20000)], tables) is None  # 8 tiles of rows, 16 heads, 132 SMs
     assert runtime.steps.reasons[Reason.LONG_CONTEXT] == 1
     assert runtime.plan([Rows("r", 2000, 20000)], 2048).mode is Mode.FUSED  # as a whole it is enough

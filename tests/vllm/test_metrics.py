@@ -35,7 +35,7 @@ def an_engines_steps(engine: int, model: str = "tiny") -> None:
     steps.engine(None)
     steps.ran(Mode.WOVEN, 1000, graph=True)
     steps.ran(Mode.WOVEN, 24 + engine)
-    steps.count(Reason.SMALL)
+    steps.count(Reason.WHOLE_GRAPH)
     if engine:
         steps.engine(Reason.ERROR)
 
@@ -55,7 +55,7 @@ def check(registry: CollectorRegistry, engine: int) -> None:
     assert value(registry, "tokenweave:steps_total", engine, mode="fused") == 0  # known from the start
     assert value(registry, "tokenweave:tokens_total", engine, mode="woven") == 1024 + engine
     assert value(registry, "tokenweave:graph_replays_total", engine, mode="woven") == 1
-    assert value(registry, "tokenweave:fallbacks_total", engine, reason="small") == 1
+    assert value(registry, "tokenweave:fallbacks_total", engine, reason="whole_graph") == 1
     assert value(registry, "tokenweave:fallbacks_total", engine, reason="planner") is None
     state = ("on", "error")[engine > 0]
     assert value(registry, "tokenweave:state", engine, state=state) == 1

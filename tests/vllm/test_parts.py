@@ -302,12 +302,12 @@ def test_reasons_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> 
         logging.getLogger("vllm").propagate = True
         for _ in range(3):
             steps.count(Reason.CACHE_GROUPS, "two of them")
-        steps.count(Reason.SMALL)
+        steps.count(Reason.WHOLE_GRAPH)
         steps.ran(Mode.WOVEN, 1024, graph=True)
         steps.ran(Mode.WOVEN, 1000)
     assert caplog.text.count("stock vLLM runs (cache_groups)") == 1
     assert "two of them" in caplog.text
-    assert "(small)" not in caplog.text  # every server has those
+    assert "(whole_graph)" not in caplog.text  # every server has those
     assert steps.line() == (
-        "steps by mode: woven 2 steps / 2024 tokens (1 as graphs); as stock, by reason: cache_groups 3, small 1"
+        "steps by mode: woven 2 steps / 2024 tokens (1 as graphs); as stock, by reason: cache_groups 3, whole_graph 1"
     )

@@ -81,7 +81,16 @@ def check_metrics(server: Server, setting: Setting, engines: int = 1) -> None:
     ran = metrics["tokenweave:tokens_total", "woven"] + metrics["tokenweave:tokens_total", "fused"]
     assert ran <= computed + setting.longer  # of the client that left, not all that was computed is counted by vLLM
     reasons = {reason for name, reason in metrics if name == "tokenweave:fallbacks_total"}
-    known = {"small", "planner", "dummy", "decodes", "new_bucket", "eager_slower", "long_context", "prefix_hazard"}
+    known = {
+        "whole_graph",
+        "planner",
+        "dummy",
+        "decodes",
+        "new_bucket",
+        "eager_slower",
+        "long_context",
+        "prefix_hazard",
+    }
     assert reasons <= known
 
 

@@ -135,6 +135,7 @@ def examine_vllm(
         verdict = Verdict("stock", f"{problem[0]}: {problem[0].value}{f' ({problem[1]})' if problem[1] else ''}")
     else:
         verdict = Verdict("taken", f"{architecture} is vLLM's {found[0]}.{found[1]}, which TokenWeave overrides")
+    measured = switch.verdict("force", version, "cuda").module == _MEASURES_AT_START and not cpu
     name, numbers = _gpu(gpu, cpu), None
     if verdict.value == "taken":
         if built_in is None:
@@ -148,8 +149,8 @@ def examine_vllm(
         model=verdict,
         gpu=name,
         tp=tp,
-        steps=() if numbers is None else _steps(numbers, name, tp, bool(raw.get("quantization_config"))),
-        notes=_notes(raw, vllm, numbers is not None, version, environment),
+        steps=() if numbers is None else _steps(numbers, name, tp, bool(raw.get("quantization_config")), measured),
+        notes=_notes(raw, vllm, numbers is not None, measured, environment),
     )
 
 
@@ -265,13 +266,16 @@ def _gpu(asked: str | None, cpu: bool) -> str:
     return "h200" if found == "cpu" else found
 
 
-def _steps(numbers: ModelConfig, gpu: str, tp: int, quantised: bool) -> tuple[Step, ...]:
+def _steps(numbers: ModelConfig, gpu: str, tp: int, quantised: bool, measured: bool) -> tuple[Step, ...]:
+    """``measured``: whether the modes are measured at the engine's start, so that small steps are looked at too."""
     cpu = gpu == "cpu"
     planner = Planner(numbers, gpu, tp, None if cpu else "p2p")
     found = []
     for tokens in STEPS:
-        if tokens <= _GRAPH_LIMIT and not cpu:
-            found.append(Step(tokens, "stock", Reason.SMALL.value))
+        if tokens <= _GRAPH_LIMIT and not cpu and not measured:
+            found.append(
+                Step(tokens, "stock", "vLLM has graphs of its own for it, and nothing is measured at the start")
+            )
             continue
         explained = planner.explain(tokens)
         how = "launch by launch" if tokens > MAX_ROWS or cpu else "a graph of its own"
@@ -285,11 +289,11 @@ def _steps(numbers: ModelConfig, gpu: str, tp: int, quantised: bool) -> tuple[St
 
 
 def _notes(
-    raw: Mapping[str, Any], vllm: Vllm | None, planned: bool, version: str, environment: Mapping[str, str]
+    raw: Mapping[str, Any], vllm: Vllm | None, planned: bool, measured: bool, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
     notes = []
     if planned:
-        if switch.verdict("force", version, "cuda").module == _MEASURES_AT_START and not (vllm and vllm.cpu):
+        if measured:
             notes.append(
                 "the steps are the planner's estimate: as the engine starts, it measures stock, fused and woven, and uses "
                 "what was faster than stock"

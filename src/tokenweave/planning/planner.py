@@ -25,6 +25,7 @@ from tokenweave.planning.waves import even_cuts, gemm_sms, row_step, waves
 
 # A woven step must promise to take at most this share of the best other mode's time: the model's own error.
 GAIN, MEASURED_GAIN = 0.96, 0.98
+MIXTURE_GAIN = 0.0  # never: of a mixture of experts the formulas know the grouped GEMMs, and not what is around them
 CPU_GAIN = 1.0  # without GPUs any promise will do: weaving there is for running the path, its times prove nothing
 TIE = 0.003  # cuts this close are equal to the model; the most even of them hides best what it does not know
 STEPS_TIE = 0.01  # the same where whole steps, cut in the middle, were measured: of other cuts less is known
@@ -80,7 +81,7 @@ class Planner:
                 costs = find_profile(config, machine) or machine
         self.model = CostModel(config, costs)
         self._default_mode = asked_mode(mode)
-        self._gain = MEASURED_GAIN if self.model.costs.measured else GAIN
+        self._gain = MEASURED_GAIN if self.model.costs.measured else MIXTURE_GAIN if config.experts else GAIN
         if self.model.gpu.arch == "cpu":
             self._gain = CPU_GAIN
         self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
@@ -323,6 +324,8 @@ class Planner:
             return "cuts are vetoed"
         if woven is None:
             return "one row cannot be cut"
+        if not self._gain:
+            return "a mixture of experts is woven by a tuned table alone: formulas do not know what is around its GEMMs"
         gain = 1 - times["woven"] / times[str(plan.mode)]
         return (
             f"the best cut would change {plan.mode}'s time by {-gain:+.1%}; it must save {1 - self._gain:.0%} or more"

@@ -31,6 +31,7 @@ _DECODE_ROUNDS = 3
 _WARM_REQUESTS, _WARM_OUTPUT = 32, 8  # of a trace, and tokens of each
 _OUTPUT_TOKENS = 16  # of a request whose tokens are compared
 _OUTPUT_PROMPTS = 2  # of each size
+_OUTPUT_SIZES = 6  # of those measured, or fewer
 _DECODE_SEED, _OUTPUT_SEED, _TRACE_SEED = 1_000_000, 2_000_000, 3_000_000
 
 Samples = dict[tuple[str, int], dict[str, list[float]]]
@@ -136,9 +137,12 @@ class VllmBench:
                     self._fail(engine, error)
                     continue
                 engines[engine.name] = engine
+                self._note(engine)  # also for a run that is cut short
                 self._say(
                     f"{engine.name}: started in {ready['start_s']:.0f} s, {ready['kv_tokens']} tokens of KV cache"
                 )
+                if engine.name == "tokenweave" and (off := engine.said("tokenweave: stock vllm runs", 1)):
+                    self._say(f"{engine.name}: NOT AT WORK, its figures are stock vLLM's: {off[0]}")
         return engines
 
     def _engine(self, name: str) -> EngineProcess:
@@ -207,7 +211,7 @@ class VllmBench:
         """Greedy tokens of some prompts, one by one and all at once: what a batch alone changes is the yardstick."""
         requests = [
             {"prompt": tokens, "output": _OUTPUT_TOKENS, "seed": _OUTPUT_SEED + i * _OUTPUT_PROMPTS + k}
-            for i, tokens in enumerate(self._config.tokens)
+            for i, tokens in enumerate(self._config.tokens[:: -(-len(self._config.tokens) // _OUTPUT_SIZES) or 1])
             for k in range(_OUTPUT_PROMPTS)
         ]
         for engine in list(engines.values()):

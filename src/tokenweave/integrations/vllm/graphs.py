@@ -1,7 +1,7 @@
 """Planned steps as private CUDA graphs: one a size and plan, replayed with what vLLM's runner writes into its buffers.
 
-vLLM's own graphs are left alone: a replay of theirs runs no Python, so that neither planner nor veto could act in it. Ours
-are made for steps that stock vLLM launches kernel by kernel. A graph reads the runner's persistent buffers (token ids,
+vLLM's graphs of whole steps are left alone: a replay of theirs runs no Python, so that neither planner nor veto could act in
+it. Ours are made for steps that stock vLLM launches kernel by kernel, or piece by piece. A graph reads the runner's persistent buffers (token ids,
 positions, request starts, lengths, block table, cache slots) and computes at its head what the splits need of them, so
 that a replay refreshes itself. Each has room for so many requests (:data:`ROOMS`); those that a step does not have are
 empty.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,15 @@ import torch
 
 from tokenweave.cuda.graph import capturing
 from tokenweave.integrations.vllm.cut import Tables
-from tokenweave.integrations.vllm.measured import LONG_MS, MOST_MS, REPEATS, SCHEME_SIZES, SIZES, milliseconds
+from tokenweave.integrations.vllm.measured import (
+    LONG_MS,
+    MOST_MS,
+    REPEATS,
+    SCHEME_SIZES,
+    SIZES,
+    WOVEN_ROWS,
+    milliseconds,
+)
 from tokenweave.integrations.vllm.step import Cut
 from tokenweave.planning import Mode, Plan
 from tokenweave.planning.batch import Batch, runs_of
@@ -31,6 +40,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.tokenweave")
 
 TILE = 128  # rows: GEMMs compute a multiple of it anyway
+SMALL_ROWS = (
+    16,
+    32,
+    64,
+)  # below a tile what a GEMM takes is the reading of its weights, but attention and norms are shorter
 MAX_ROWS = 8192  # of a captured step: above, the host keeps up with the GPU
 ROOMS = (
     16,
@@ -38,7 +52,7 @@ ROOMS = (
     992,
 )  # requests; FlashAttention-3 schedules at most 992 on the device, and looks at each in every call
 MAX_GRAPHS = 128
-LAYERS_AT_START = 1200  # layers of all graphs that are made at the start, at about 5 ms each
+LAYERS_AT_START = 1600  # layers of all graphs that are made at the start, at some 3 to 5 ms each
 
 Key = tuple[object, ...]
 
@@ -80,17 +94,22 @@ class Graphs:
         """Rows of the graph for a step of ``rows``, or None where there is none."""
         if rows < self.least_rows or rows > MAX_ROWS:
             return None
-        return min(-(-rows // TILE) * TILE, self._runtime.max_rows)
+        small = next((size for size in SMALL_ROWS if size >= rows), None)
+        return min(small or -(-rows // TILE) * TILE, self._runtime.max_rows)
 
     def find(self, cut: Cut, capacity: int, requests: int) -> _Graph | None:
         """The graph of a step, or what will become one: its first use runs as stock, its second eagerly in the graph's
         shape, its third is captured. None: this step cannot have one."""
-        room = next((room for room in self.rooms if room >= requests), None)
-        if room is None:
+        rooms = [room for room in self.rooms if room >= requests]
+        if not rooms:
             return None
+        keys = [_key(capacity, room, cut.plan) for room in rooms]
+        # Room for more requests costs a little in each attention call; to make another graph would cost a request its time.
+        key, room = next(
+            (pair for pair in zip(keys, rooms, strict=True) if self._is_made(pair[0])), (keys[0], rooms[0])
+        )
         tables = cut.tables.grown(capacity, room)
         addresses = (*tables.addresses(), *self._runtime.addresses())
-        key = _key(capacity, room, cut.plan)
         found = self._graphs.get(key)
         if found is not None and found.addresses != addresses:
             log.warning("TokenWeave: vLLM moved its cache or weights: graphs are made anew")
@@ -104,6 +123,9 @@ class Graphs:
         self._graphs.pop(key, None)
         self._graphs[key] = found  # as the last one
         return found
+
+    def _is_made(self, key: Key) -> bool:
+        return key in self._graphs and self._graphs[key].graph is not None
 
     def run(self, found: _Graph, metadata: Any) -> bool:
         """Runs a found step on the runner's buffers; whether it was a replay.
@@ -133,9 +155,11 @@ class Graphs:
             for size in sorted(self.sizes, reverse=True):  # small ones fit into large ones' memory
                 row = [milliseconds(stock(size), runtime.device, self._repeats(size))]
                 for mode in (Mode.FUSED, Mode.WOVEN):
-                    row.append(
-                        self._time(choice.planner.plan(size, mode=mode, scheme=choice.scheme(size)), size, tables)
-                    )
+                    if mode is Mode.WOVEN and size < WOVEN_ROWS:
+                        row.append(math.inf)
+                        continue
+                    plan = choice.planner.plan(size, mode=mode, scheme=choice.scheme(size))
+                    row.append(self._time(plan, size, tables))
                 times.append(row)
         return times[::-1]
 
@@ -168,9 +192,7 @@ class Graphs:
             tables: as :meth:`time_modes`. layers: of the model.
         """
         runtime, most = self._runtime, max(4, LAYERS_AT_START // max(layers, 1))
-        # One prompt, or a few, is what a latency is made of; under load the steps are full, with many requests.
-        rooms = sorted({self.rooms[0], self.rooms[-1]})
-        wanted = [(size, room) for size in self._by_importance() for room in rooms]
+        wanted = [(size, room) for size in self._by_importance() for room in self._rooms_at_start(size)]
         plans = {size: runtime.plan([], size) for size, _ in wanted}
         made = [(size, room, plan) for size, room in wanted if (plan := plans[size]) is not None][:most]
         needed = {_key(*graph) for graph in made}
@@ -200,7 +222,7 @@ class Graphs:
             grown = tables.grown(capacity, room)
             found = self._new(plan, grown, capacity, (*grown.addresses(), *self._runtime.addresses()))
             _fill(grown, capacity, self._runtime.max_length)
-            self._eagerly(found)
+            self._eagerly(found, layers=self._layers_before_capture)
             self._capture(found)
             self._graphs[key] = found
         return self._graphs[key]
@@ -212,27 +234,43 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def _by_importance(self) -> list[int]:
-        """Sizes of graphs: full steps, then powers of two and what lies between, then the rest."""
+        """Sizes of graphs: full steps, powers of two, and then what lies between, the coarser the sooner."""
         most = min(MAX_ROWS, self._runtime.max_rows)
-        least = -(-self.least_rows // TILE) * TILE
-        sizes = [most]
-        for unit in (2048, 1024, 512, 256, TILE):
-            sizes += [size for size in range(unit, most + 1, unit) if size >= least and size not in sizes]
-        return sizes
+        units = (2048, 1024, 512, 256, TILE)
+        wanted = [
+            *(TILE * 2**n for n in range(6, -1, -1)),
+            *reversed(SMALL_ROWS),
+            *(size for unit in units for size in range(unit, most, unit)),
+        ]
+        return list(dict.fromkeys([most, *(size for size in wanted if self.rows_of(size) == size)]))
+
+    def _rooms_at_start(self, size: int) -> list[int]:
+        """One prompt, or a few, is what a latency is made of; under load the steps are full, with many requests."""
+        many = next((room for room in self.rooms if room >= size), self.rooms[-1])
+        return sorted({self.rooms[0], many})
 
     def _new(self, plan: Plan, tables: Tables, capacity: int, addresses: tuple[int, ...]) -> _Graph:
         cut = Cut(plan, capacity, tables, longest_query=capacity, longest_sequence=self._runtime.max_length)
         return _Graph(cut, addresses)
 
-    def _walk(self, found: _Graph) -> None:
-        self._runtime.walk(found.cut, found.cut.tables.query_start_loc[-1:])
+    @property
+    def _layers_before_capture(self) -> int | None:
+        """Layers that are run before a capture, so that it finds all kernels loaded; None for all, where layers differ."""
+        return 2 if self._runtime.choice.plain else None
 
-    def _eagerly(self, found: _Graph) -> None:
-        """On the stream that captures, so that kernels, libraries and their scratch memory are there."""
+    def _walk(self, found: _Graph, layers: int | None = None) -> None:
+        self._runtime.walk(found.cut, found.cut.tables.query_start_loc[-1:], layers=layers)
+
+    def _eagerly(self, found: _Graph, layers: int | None = None) -> None:
+        """On the stream that captures, so that kernels, libraries and their scratch memory are there.
+
+        Args:
+            layers: how many to run of the first ones; None for all.
+        """
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._walk(found)
+            self._walk(found, layers)
         current.wait_stream(self._stream)
         found.warm = True
 
@@ -250,7 +288,7 @@ def _key(capacity: int, room: int, plan: Plan) -> Key:
 @contextlib.contextmanager
 def _kept(tables: Tables) -> Iterator[None]:
     """The buffers end as they were."""
-    buffers = (tables.positions, tables.query_start_loc, tables.seq_lens, tables.slots)
+    buffers = (tables.token_ids, tables.positions, tables.query_start_loc, tables.seq_lens, tables.slots)
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -7,6 +7,7 @@ in several schemes: a planner without a table of this machine knows little of wh
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from tokenweave.planning import Mode
 
 MARGIN = 0.99  # a mode must take at most this share of stock's time: clocks wander by about as much
-SIZES = (640, 1024, 2048, 4096, 8192)  # rows
+SIZES = (64, 256, 512, 640, 1024, 2048, 4096, 8192)  # rows
+WOVEN_ROWS = 512  # smaller steps are not woven: halves of a tile each
 SCHEME_SIZES = (1024, 2048)  # rows of the steps in which schemes are compared
 REPEATS = 3
 LONG_MS = 100.0  # a step that is predicted to take longer is not repeated as often
@@ -34,7 +36,7 @@ class Measured:
 
     Attributes:
         rows: ascending.
-        stock, fused, woven: of each size, by the slowest rank.
+        stock, fused, woven: of each size, by the slowest rank; infinite where it was not measured.
     """
 
     rows: tuple[int, ...]
@@ -50,7 +52,7 @@ class Measured:
 
     def best(self, rows: int, *, allow_woven: bool = True) -> Mode:
         """The fastest mode for a step; ``SEQUENTIAL`` is stock. Between sizes, and beyond them, shares of stock's time are
-        interpolated over the logarithm of the rows."""
+        interpolated over the logarithm of the rows; a mode is not chosen below the sizes at which it was measured."""
         shares = {Mode.FUSED: self._share(self.fused, rows)}
         if allow_woven:
             shares[Mode.WOVEN] = self._share(self.woven, rows)
@@ -58,13 +60,21 @@ class Measured:
         return mode if shares[mode] <= MARGIN else Mode.SEQUENTIAL
 
     def _share(self, times: Sequence[float], rows: int) -> float:
-        shares = [mine / stock for mine, stock in zip(times, self.stock, strict=True)]
-        return float(np.interp(np.log2(rows), np.log2(self.rows), shares))
+        known = [
+            (n, mine / stock) for n, mine, stock in zip(self.rows, times, self.stock, strict=True) if mine < math.inf
+        ]
+        if not known or (known[0][0] > self.rows[0] and rows < known[0][0]):
+            return math.inf
+        sizes, shares = zip(*known, strict=True)
+        return float(np.interp(np.log2(rows), np.log2(sizes), shares))
 
     def __str__(self) -> str:
         """For the log."""
-        each = zip(self.rows, self.stock, self.fused, self.woven, strict=True)
-        return "; ".join(f"{n} rows: {s:.2f} stock, {f:.2f} fused, {w:.2f} woven" for n, s, f, w in each)
+        texts = []
+        for n, *times in zip(self.rows, self.stock, self.fused, self.woven, strict=True):
+            named = zip(times, ("stock", "fused", "woven"), strict=True)
+            texts.append(f"{n} rows: " + ", ".join(f"{ms:.2f} {name}" for ms, name in named if ms < math.inf))
+        return "; ".join(texts)
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:

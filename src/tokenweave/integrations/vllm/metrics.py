@@ -15,7 +15,7 @@ log = logging.getLogger("vllm.tokenweave")
 INTERVAL = 60.0  # seconds between two lines
 
 QUIET = {
-    Reason.SMALL,
+    Reason.WHOLE_GRAPH,
     Reason.DUMMY,
     Reason.DECODES,
     Reason.LONG_CONTEXT,

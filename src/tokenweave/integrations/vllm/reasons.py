@@ -35,7 +35,7 @@ class Reason(str, Enum):
     SLOWER_COLLECTIVE = "vLLM's all-reduce and norm were faster than the fused collective"
 
     # A step.
-    SMALL = "few rows: vLLM replays a graph of its own"
+    WHOLE_GRAPH = "vLLM replays a graph of its own that is the whole step"
     DUMMY = "a dummy run"
     DECODES = "all requests decode: attention has a kernel for that alone"
     LONG_CONTEXT = "a long context, and too few rows to fill the GPU without splitting it"

@@ -34,6 +34,7 @@ log = logging.getLogger("vllm.tokenweave")
 
 EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them
 DECODE_ROWS = 16  # of a request, up to which FlashAttention packs query heads into a tile; ours plan for long prompts
+DECODE_POSITIONS = 16384  # of all requests, up to which that costs less than launching what a graph replays
 LONG_CONTEXT = 16384  # positions, from which on stock's attention splits them where rows alone don't fill the GPU
 
 
@@ -158,7 +159,8 @@ class Runtime:
         return tiles >= self.choice.planner.model.gpu.sms
 
     def prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
-        """Plans a step that stock vLLM would launch kernel by kernel; None, with the reason counted, if stock runs it."""
+        """Plans a step that stock vLLM would launch kernel by kernel or piece by piece; None, with the reason counted, if stock
+        runs it."""
         try:
             return self._prepare(step, tables)
         except Exception as error:  # whatever it is: vLLM goes on
@@ -173,7 +175,7 @@ class Runtime:
             self.turn_off(Reason.ATTENTION_BACKEND, problem)
             return None
         rows = sum(request.tokens for request in step)
-        if self.device.type == "cuda" and max(request.tokens for request in step) <= DECODE_ROWS:
+        if self.device.type == "cuda" and _decodes(step):
             self.steps.count(Reason.DECODES)
             return None
         if not self._fills_gpu(step, rows):
@@ -225,11 +227,12 @@ class Runtime:
         return self.workspace.buffer(step.cut.rows)
 
     @torch.inference_mode()
-    def walk(self, cut: Cut, row_count: torch.Tensor | None = None) -> None:
+    def walk(self, cut: Cut, row_count: torch.Tensor | None = None, layers: int | None = None) -> None:
         """All launches of a step, on the current stream and the overlap's.
 
         Args:
             row_count: int32 [1], the rows of the whole step that are real; None if all are.
+            layers: how many of the model's first ones to run; None for all.
         """
         rows = cut.tables.token_ids.shape[0]
         edges = [0, rows] if cut.plan.split is None else [0, cut.plan.split, rows]
@@ -239,7 +242,8 @@ class Runtime:
             for start, stop, name in zip(edges, edges[1:], ("prefix", "suffix"), strict=False)
         ]
         collective = collective_of(cut.plan, rows, self.workspace)
-        run_stages(self.stages, splits, collective, self.workspace, overlap)
+        stages = self.stages if layers is None else self.stages[: 1 + 2 * layers]
+        run_stages(stages, splits, collective, self.workspace, overlap)
 
     def close(self) -> None:
         """Gives the buffers back."""
@@ -289,5 +293,20 @@ class Runtime:
         return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
 
     def _least_rows(self) -> int:
-        """One more than the largest step that vLLM replays as a graph of its own."""
-        return (self.vllm_config.compilation_config.max_cudagraph_capture_size or 0) + 1
+        """One more than the largest step that is left to stock vLLM.
+
+        Those are the steps that it replays as whole graphs of its own; and all that it has graphs for where what its pieces
+        take was not measured at the start.
+        """
+        from vllm.config import CUDAGraphMode
+
+        config = self.vllm_config.compilation_config
+        whole = config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
+        return (config.max_cudagraph_capture_size or 0) + 1 if whole or not self.compat.WARMS_UP_AFTER_CAPTURE else 1
+
+
+def _decodes(step: Sequence[Rows]) -> bool:
+    """Whether attention of such a step is much faster with a kernel for few rows a request."""
+    if max(request.tokens for request in step) > DECODE_ROWS:
+        return False
+    return sum(request.context + request.tokens for request in step) > DECODE_POSITIONS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -61,28 +62,37 @@ def state_class(on: bool) -> type:
             metadata, runtime = stock(), self._runtime
             if runtime.off is not None:
                 return metadata
-            tables = _tables(input_batch, block_tables, slot_mappings, metadata)
             if for_capture:
-                if tables is not None and runtime.compat.CAPTURES_AT_START:
-                    warm_up(runtime, tables, functools.partial(self._stock_step, tables, input_batch, args))
-                    metadata = stock()  # its builder's buffers were used meanwhile
                 return metadata
             step = _rows(input_batch)
             if not all(runtime.requests.known(rows.request) for rows in step):
                 reason = Reason.DUMMY
-            elif cudagraph_mode != CUDAGraphMode.NONE:
-                reason = Reason.SMALL
-            elif tables is None:
+            elif (tables := _tables(input_batch, block_tables, slot_mappings, metadata)) is None:
                 reason = Reason.CACHE_GROUPS
             else:
-                planned = runtime.prepare(step, tables)
-                return metadata if planned is None else Planned(metadata, planned)
+                if not runtime.warmed_up and runtime.compat.WARMS_UP_AFTER_CAPTURE:
+                    warm_up(runtime, tables, functools.partial(self._stock_step, tables, input_batch, args))
+                    metadata = stock()  # its builder's buffers were used meanwhile
+                    tables = dataclasses.replace(tables, metadata=next(iter(metadata.values())))
+                    if runtime.off is not None:
+                        return metadata
+                if cudagraph_mode != CUDAGraphMode.FULL:
+                    planned = runtime.prepare(step, tables)
+                    return metadata if planned is None else Planned(metadata, planned)
+                reason = Reason.WHOLE_GRAPH
             runtime.requests.planned(step)
             runtime.steps.count(reason)
             return metadata
 
         def _stock_step(self, tables: Tables, batch: Any, more: tuple[Any, ...], rows: int) -> Callable[[], object]:
-            """vLLM's own step of ``rows`` rows, in as few requests as may be; overwrites the runner's buffers."""
+            """vLLM's own step of ``rows`` rows, in as few requests as may be; overwrites the runner's buffers.
+
+            It is replayed piece by piece where vLLM has such graphs, which may be of a few more rows.
+            """
+            config = self.vllm_config.compilation_config
+            graph = config.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE
+            rows = min((size for size in config.cudagraph_capture_sizes or () if graph and size >= rows), default=rows)
+            graph = graph and rows in (config.cudagraph_capture_sizes or ())
             requests = -(-rows // self.max_model_len)
             grown = tables.grown(rows, self.max_num_reqs)
             buffers = SimpleNamespace(
@@ -95,12 +105,12 @@ def state_class(on: bool) -> type:
             )
             dummy = type(batch).make_dummy(requests, rows, buffers)
             slots = grown.slots.fill_(-1).unsqueeze(0)
-            none = CUDAGraphMode.NONE
-            metadata = super().prepare_attn(dummy, none, (grown.block_table[:requests],), slots, *more)
+            mode = CUDAGraphMode.PIECEWISE if graph else CUDAGraphMode.NONE
+            metadata = super().prepare_attn(dummy, mode, (grown.block_table[:requests],), slots, *more)
             by_layer = dict.fromkeys(metadata, slots[0])
 
             def step() -> object:
-                with self._runtime.compat.stock_context(metadata, self.vllm_config, rows, by_layer):
+                with self._runtime.compat.stock_context(metadata, self.vllm_config, rows, by_layer, mode):
                     return self.model.model(dummy.input_ids, dummy.positions, None, None)
 
             return step

@@ -16,7 +16,7 @@ from tokenweave.integrations.vllm.compat.v0_29 import (
 )
 
 __all__ = [
-    "CAPTURES_AT_START",
+    "WARMS_UP_AFTER_CAPTURE",
     "activate",
     "cut_metadata",
     "experts_problem",
@@ -28,7 +28,7 @@ __all__ = [
     "rotate",
 ]
 
-CAPTURES_AT_START = False
+WARMS_UP_AFTER_CAPTURE = False
 
 
 def metadata_problem(metadata: Any, layer: Any) -> str | None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
-from vllm.forward_context import create_forward_context, override_forward_context, set_forward_context
+from vllm.forward_context import (
+    BatchDescriptor,
+    create_forward_context,
+    override_forward_context,
+    set_forward_context,
+)
 
 from vllm import ir
 
-CAPTURES_AT_START = True
-"""Whether ``prepare_attn(for_capture=True)`` is called on the final KV cache, so that graphs can be made there."""
+WARMS_UP_AFTER_CAPTURE = True
+"""Whether vLLM runs a step of its own, on the final KV cache, when its graphs are there and before it serves: then schemes and
+modes are measured, and graphs are made."""
 
 
 def normalise_queries_keys(attention: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,24 +93,18 @@ class _Reentered:
         self._stack.pop().__exit__(*error)
 
 
-@contextmanager
 def stock_context(
-    metadata: dict[str, Any], vllm_config: Any, rows: int, slots: dict[str, torch.Tensor]
-) -> Iterator[None]:
-    """vLLM's forward context of a step that it launches kernel by kernel, with its all-reduce at work.
-
-    While vLLM captures graphs, its custom all-reduce outside of a capture only pretends (a warm-up needs no result).
-    """
-    communicator: Any = getattr(get_tp_group().device_communicator, "ca_comm", None)
-    capturing = getattr(communicator, "_IS_CAPTURING", False)
-    if capturing:
-        communicator._IS_CAPTURING = False
-    try:
-        with set_forward_context(metadata, vllm_config, num_tokens=rows, slot_mapping=slots):
-            yield
-    finally:
-        if capturing:
-            communicator._IS_CAPTURING = True
+    metadata: dict[str, Any], vllm_config: Any, rows: int, slots: dict[str, torch.Tensor], mode: Any
+) -> AbstractContextManager[None]:
+    """vLLM's forward context of a step that it launches kernel by kernel or replays piece by piece, by ``mode``."""
+    return set_forward_context(
+        metadata,
+        vllm_config,
+        num_tokens=rows,
+        slot_mapping=slots,
+        cudagraph_runtime_mode=mode,
+        batch_descriptor=BatchDescriptor(num_tokens=rows, has_lora=False),
+    )
 
 
 def metadata_problem(metadata: Any, layer: Any) -> str | None:

@@ -16,7 +16,7 @@ from tokenweave.integrations.vllm.compat.v0_26 import (
 )
 
 __all__ = [
-    "CAPTURES_AT_START",
+    "WARMS_UP_AFTER_CAPTURE",
     "activate",
     "cut_metadata",
     "experts_problem",
@@ -29,5 +29,5 @@ __all__ = [
     "stock_context",
 ]
 
-CAPTURES_AT_START = False
-"""These versions also capture on a cache that is thrown away, to measure memory: graphs are made when first needed."""
+WARMS_UP_AFTER_CAPTURE = False
+"""These versions may run theirs before the capture: graphs are made when first needed."""
