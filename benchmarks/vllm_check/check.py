@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tokenweave.bench.environment import describe
 from tokenweave.bench.vllm.configurations import model_folder
 from tokenweave.models.hf_config import read_json
 
@@ -45,7 +46,10 @@ def _switch(worker: Any, mode: str) -> None:
 
 
 def _randomise(worker: Any) -> None:
-    """Weights at which every layer matters: vLLM's dummy weights leave the residual almost as the embedding made it."""
+    """Weights at which every layer matters: vLLM's dummy weights leave the residual almost as the embedding made it.
+
+    Quantised ones get random codes, and one scale that makes of them about what the others are.
+    """
     import torch
 
     rank = torch.distributed.get_rank()
@@ -53,7 +57,14 @@ def _randomise(worker: Any) -> None:
     with torch.inference_mode():
         for name, parameter in worker.model_runner.model.named_parameters():
             data = parameter.data
-            if "norm" in name:
+            if "scale" in name:  # of fp8 codes with a deviation of 100, of 4-bit codes with one of 5; 4096 inputs
+                data.fill_(1.5e-4 if data.dtype == torch.float32 else 3e-3)
+            elif data.dtype == torch.float8_e4m3fn:
+                for part in data.split(1024):
+                    part.copy_(100 * torch.randn(part.shape, generator=own, device=data.device))
+            elif data.dtype == torch.int32:
+                data.random_(-(2**31), 2**31 - 1, generator=own)
+            elif "norm" in name:
                 data.copy_(1 + 0.1 * torch.randn(data.shape, generator=shared, device=data.device))
             elif "gate.weight" in name:  # a router is the same on all ranks
                 data.copy_(torch.randn(data.shape, generator=shared, device=data.device) * data.shape[-1] ** -0.5)
@@ -95,17 +106,19 @@ class Check:
         config = read_json(folder / "config.json")
         self.vocab = config["vocab_size"]
         layers = options.layers or config["num_hidden_layers"]
+        engine = json.loads(options.engine)
+        overrides = {"num_hidden_layers": layers, **engine.pop("hf_overrides", {})}
         began = time.perf_counter()
         self.llm = LLM(
             str(folder),
             load_format="dummy",
-            hf_overrides={"num_hidden_layers": layers},
+            hf_overrides=overrides,
             skip_tokenizer_init=True,
             tensor_parallel_size=options.tp,
             max_model_len=options.max_model_len,
             gpu_memory_utilization=0.8,
             seed=0,
-            **json.loads(options.engine),
+            **engine,
         )
         self.result: dict[str, Any] = {"model": options.model, "layers": layers, "tp": options.tp}
         self.result["start_s"] = round(time.perf_counter() - began, 1)
@@ -251,7 +264,7 @@ def run(options: argparse.Namespace, made: Path) -> None:
         if options.requests:
             check.requests(options.requests)
     finally:
-        check.result["state"] = check.state()
+        check.result |= {"environment": describe(), "state": check.state()}
         print("STATE", json.dumps(check.result["state"]), flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps(check.result, indent=1) + "\n")
