@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tokenweave.errors import CollectiveError
 from tokenweave.integrations.vllm import graphs as module
 from tokenweave.integrations.vllm import warm_up
 from tokenweave.integrations.vllm.choice import Choice
@@ -80,6 +81,7 @@ class Walks:
 
     def __init__(self) -> None:
         self.eager: list[Cut] = []
+        self.layers: list[int | None] = []
         self.layouts: list[tuple[list[int], list[int]]] = []
 
     def __call__(self, cut: Cut, row_count: torch.Tensor | None = None, layers: int | None = None) -> None:
@@ -89,6 +91,7 @@ class Walks:
             Graph.capturing.walked.append(cut)
             return
         self.eager.append(cut)
+        self.layers.append(layers)
         self.layouts.append((cut.tables.query_start_loc.tolist(), cut.tables.seq_lens.tolist()))
 
 
@@ -330,6 +333,84 @@ def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None
     assert (len(sizes), len(runtime.graphs)) == (3, made)
     assert run(runtime, buffers, [2000]) is not None
     assert runtime.steps.graphs == 1
+
+
+def test_the_step_in_which_it_is_measured_is_left_whole(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    runtime.graphs.rooms = (16, 32)  # vLLM takes more requests than graphs have room for
+    _, tables = buffers.step([20] * REQUESTS)
+    every = (buffers.ids, buffers.positions, buffers.starts, buffers.lengths, buffers.slots)
+    before = [buffer.clone() for buffer in every]
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 10.0})
+
+    def stock(rows: int) -> Any:
+        for buffer in every:  # as vLLM's dummy batches: to the end, whatever the rows
+            buffer.fill_(-rows)
+        return SimpleNamespace(rows=rows, ms=30.0)
+
+    warm_up.warm_up(runtime, tables, stock)
+    assert runtime.off is None
+    assert all(a.equal(b) for a, b in zip(before, every, strict=True))
+
+
+def test_an_engine_without_graphs_is_done_with_it_at_once() -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    runtime.graphs = None
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.warmed_up, "or every step would build its metadata twice"
+
+
+def test_a_kernel_that_gave_up_leaves_stock(clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+
+    def check(workspace: Any) -> None:
+        raise CollectiveError("a peer fell behind")
+
+    monkeypatch.setattr(warm_up, "check", check)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert (runtime.off, len(runtime.graphs)) == (Reason.ERROR, 0)
+
+
+@pytest.mark.parametrize(("plain", "mixture", "layers"), [(True, False, 2), (False, False, None), (True, True, None)])
+def test_before_a_capture_as_many_layers_run_as_differ(plain: bool, mixture: bool, layers: int | None) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    runtime.choice = Choice(planner(), Mode.FUSED, plain=plain)
+    if mixture:
+        runtime.model = SimpleNamespace(layers=[SimpleNamespace(block_sparse_moe=object())] * 32)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is None
+    assert set(runtime.walk.layers) == {layers}
+
+
+@pytest.mark.parametrize(
+    ("requests", "length", "sizes", "made"),
+    [(2, 600, [640, 1024], 1280), (1, 700, [640], 768), (1, 100, [], None), (64, 40, [640, 1024, 2048], 2048)],
+)
+def test_no_step_is_larger_than_all_requests_at_their_longest(
+    requests: int, length: int, sizes: list[int], made: int | None
+) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED, max_length=length), Buffers()
+    runtime.max_requests = requests
+    runtime.graphs = Graphs(runtime, least_rows=513)
+    assert runtime.graphs.sizes == sizes
+    assert runtime.graphs._by_importance()[:1] == ([] if made is None else [made])
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is None
+    for cut, (starts, _) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
+        assert starts[-1] == min(cut.rows, requests * length), "as many real rows as there can be"
+
+
+def test_where_whole_graphs_serve_all_steps_none_is_made() -> None:
+    runtime = make_runtime()
+    assert Graphs(runtime, least_rows=MAX_ROWS + 1)._by_importance() == []
+
+
+def test_what_is_left_to_stock_is_not_launched_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenweave.integrations.vllm.runtime.EAGER_ROWS", 1000)
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    runtime.graphs.least_rows = 1200  # vLLM has graphs up to there
+    assert run(runtime, buffers, [1100]) is None
+    assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
 
 
 def test_small_steps_are_measured_too_but_not_woven(clock: dict[Mode, float]) -> None:

@@ -39,11 +39,14 @@ class State:
         self.contexts: list[tuple[int, Any]] = []
         self.warmed: list[Any] = []
         self.prepared: list[int] = []
+        self.tables: list[Any] = []
+        self.dummies: list[Batch] = []
 
         def prepare_attn(
             state: Any, batch: Any, mode: Any, blocks: Any, slots: Any, *more: Any, for_capture: bool = False
         ) -> Any:
             self.asked.append((mode, for_capture))
+            self.dummies += [batch] if hasattr(batch, "requests") else []
             return {"layer": SimpleNamespace(number=len(self.asked))}
 
         def warm_up(runtime: Any, tables: Any, stock: Any) -> None:
@@ -56,6 +59,7 @@ class State:
 
         def prepare(step: Any, tables: Any) -> Any:
             self.prepared.append(tables.metadata.number)
+            self.tables.append(tables)
             return "a step"
 
         monkeypatch.setattr(DefaultModelState, "prepare_attn", prepare_attn)
@@ -79,18 +83,19 @@ class State:
         self.state.model_config = SimpleNamespace(max_model_len=1500)
         self.state.max_num_reqs, self.state.device = REQUESTS, torch.device("cpu")
 
-    def step(self, mode: Any, name: str = "request", *, for_capture: bool = False) -> Any:
+    def step(self, mode: Any, name: str = "request", *, for_capture: bool = False, padded: int = 100) -> Any:
         batch = Batch(
             req_ids=[name],
             num_scheduled_tokens=torch.tensor([100]),
             num_computed_tokens_np=torch.tensor([0]),
-            input_ids=torch.zeros(ROWS, dtype=torch.int32)[:100],
-            positions=torch.zeros(ROWS, dtype=torch.int64)[:100],
+            num_tokens=100,
+            input_ids=torch.zeros(ROWS, dtype=torch.int32)[:padded],
+            positions=torch.zeros(ROWS, dtype=torch.int64)[:padded],
             query_start_loc=torch.zeros(REQUESTS + 1, dtype=torch.int32)[:2],
             seq_lens=torch.zeros(REQUESTS, dtype=torch.int32)[:1],
         )
         blocks, slots = torch.zeros(REQUESTS, 4, dtype=torch.int32)[:1], torch.zeros(1, ROWS, dtype=torch.int64)
-        return self.state.prepare_attn(batch, mode, (blocks,), slots[:, :100], [], None, for_capture=for_capture)
+        return self.state.prepare_attn(batch, mode, (blocks,), slots[:, :padded], [], None, for_capture=for_capture)
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
@@ -99,6 +104,13 @@ def test_steps_that_pass_through_the_model_are_planned(monkeypatch: pytest.Monke
     metadata = state.step(mode)
     assert isinstance(metadata, Planned)
     assert metadata.step == "a step"
+
+
+def test_the_rows_that_pieces_are_padded_by_are_not_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State(monkeypatch)
+    state.step(CUDAGraphMode.PIECEWISE, padded=104)
+    (tables,) = state.tables
+    assert {t.shape[0] for t in (tables.token_ids, tables.positions, tables.slots)} == {100}
 
 
 def test_whole_graphs_and_dummies_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +166,7 @@ def test_stock_is_timed_as_vllm_would_run_it(monkeypatch: pytest.MonkeyPatch, ro
     assert stock(rows)() == ran
     assert state.contexts == [(ran, mode)]
     assert state.asked[-1] == (mode, False)
+    assert state.dummies[-1].rows == rows, "attention sees no padding"
 
 
 @pytest.mark.parametrize("graphs", [CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY])

@@ -151,7 +151,7 @@ class Graphs:
             stock: rows -> vLLM's own step of as many, to be called with the buffers filled.
         """
         runtime, choice, times = self._runtime, self._runtime.choice, []
-        with _kept(tables.grown(max(self.sizes), self.rooms[-1])):
+        with self._kept(tables):
             for size in sorted(self.sizes, reverse=True):  # small ones fit into large ones' memory
                 row = [milliseconds(stock(size), runtime.device, self._repeats(size))]
                 for mode in (Mode.FUSED, Mode.WOVEN):
@@ -167,14 +167,14 @@ class Graphs:
         """This rank's ms of a woven step of each of :attr:`scheme_sizes`, in each of ``runtime.choice.tried``; as
         :meth:`time_modes`."""
         choice, times = self._runtime.choice, []
-        with _kept(tables.grown(max(self.scheme_sizes), self.rooms[-1])):
+        with self._kept(tables):
             for size in reversed(self.scheme_sizes):
                 plans = [choice.planner.plan(size, mode=Mode.WOVEN, scheme=scheme) for scheme in choice.tried]
                 times.append([self._time(plan, size, tables) for plan in plans])
         return times[::-1]
 
     def _time(self, plan: Plan, size: int, tables: Tables) -> float:
-        found = self._make(plan, size, self.rooms[0], tables)
+        found = self._make(plan, size, self._least_room(size), tables)
         assert found.graph is not None
         return milliseconds(found.graph.replay, self._runtime.device, self._repeats(size))
 
@@ -197,7 +197,7 @@ class Graphs:
         made = [(size, room, plan) for size, room in wanted if (plan := plans[size]) is not None][:most]
         needed = {_key(*graph) for graph in made}
         self._graphs = {key: found for key, found in self._graphs.items() if key in needed}
-        with _kept(tables.grown(min(MAX_ROWS, runtime.max_rows), self.rooms[-1])):
+        with self._kept(tables):
             # Small ones fit into the memory of large ones.
             for size, room, plan in sorted(made, key=lambda graph: graph[:2], reverse=True):
                 self._make(plan, size, room, tables)
@@ -207,8 +207,7 @@ class Graphs:
     @property
     def sizes(self) -> list[int]:
         """Rows of the steps that are measured, ascending."""
-        most = min(MAX_ROWS, self._runtime.max_rows)
-        return [n for n in SIZES if self.least_rows <= n <= most and self._predicted_ms(n) <= MOST_MS]
+        return [n for n in SIZES if self.least_rows <= n <= self._most_rows and self._predicted_ms(n) <= MOST_MS]
 
     @property
     def scheme_sizes(self) -> list[int]:
@@ -235,19 +234,37 @@ class Graphs:
 
     def _by_importance(self) -> list[int]:
         """Sizes of graphs: full steps, powers of two, and then what lies between, the coarser the sooner."""
-        most = min(MAX_ROWS, self._runtime.max_rows)
+        most = self.rows_of(self._most_rows)
+        if most is None:
+            return []
         units = (2048, 1024, 512, 256, TILE)
         wanted = [
             *(TILE * 2**n for n in range(6, -1, -1)),
             *reversed(SMALL_ROWS),
             *(size for unit in units for size in range(unit, most, unit)),
         ]
-        return list(dict.fromkeys([most, *(size for size in wanted if self.rows_of(size) == size)]))
+        return list(dict.fromkeys([most, *(n for n in wanted if n < most and self.rows_of(n) == n)]))
 
     def _rooms_at_start(self, size: int) -> list[int]:
         """One prompt, or a few, is what a latency is made of; under load the steps are full, with many requests."""
         many = next((room for room in self.rooms if room >= size), self.rooms[-1])
-        return sorted({self.rooms[0], many})
+        return sorted({self._least_room(size), many})
+
+    def _least_room(self, size: int) -> int:
+        """For the fewest requests that fill a step."""
+        requests = -(-size // self._runtime.max_length)
+        return next((room for room in self.rooms if room >= requests), self.rooms[-1])
+
+    @property
+    def _most_rows(self) -> int:
+        """Of any step that a graph is made for."""
+        runtime = self._runtime
+        return min(MAX_ROWS, runtime.max_rows, runtime.max_requests * runtime.max_length)
+
+    def _kept(self, tables: Tables) -> contextlib.AbstractContextManager[None]:
+        """All of the buffers, not only what graphs read: vLLM's dummy steps write to their ends, and the step in which this
+        happens is a real one."""
+        return _kept(tables.grown(self._runtime.max_rows, self._runtime.max_requests))
 
     def _new(self, plan: Plan, tables: Tables, capacity: int, addresses: tuple[int, ...]) -> _Graph:
         cut = Cut(plan, capacity, tables, longest_query=capacity, longest_sequence=self._runtime.max_length)
@@ -255,8 +272,10 @@ class Graphs:
 
     @property
     def _layers_before_capture(self) -> int | None:
-        """Layers that are run before a capture, so that it finds all kernels loaded; None for all, where layers differ."""
-        return 2 if self._runtime.choice.plain else None
+        """Layers that are run before a capture, so that it finds all kernels loaded; None for all, where layers may differ: in
+        what is quantised, and in what a mixture sets up when it first runs."""
+        mixture = hasattr(self._runtime.model.layers[0], "block_sparse_moe")
+        return 2 if self._runtime.choice.plain and not mixture else None
 
     def _walk(self, found: _Graph, layers: int | None = None) -> None:
         self._runtime.walk(found.cut, found.cut.tables.query_start_loc[-1:], layers=layers)

@@ -195,7 +195,8 @@ class Runtime:
                 self.steps.count(Reason.NEW_BUCKET)
                 return None
             return Step(cut, found)
-        if self.device.type == "cuda" and rows < EAGER_ROWS:
+        least = EAGER_ROWS if self.graphs is None else max(EAGER_ROWS, self.graphs.least_rows)
+        if self.device.type == "cuda" and rows < least:
             self.steps.count(Reason.EAGER_SLOWER)
             return None
         return Step(cut)

@@ -87,14 +87,14 @@ def state_class(on: bool) -> type:
         def _stock_step(self, tables: Tables, batch: Any, more: tuple[Any, ...], rows: int) -> Callable[[], object]:
             """vLLM's own step of ``rows`` rows, in as few requests as may be; overwrites the runner's buffers.
 
-            It is replayed piece by piece where vLLM has such graphs, which may be of a few more rows.
+            It is replayed piece by piece where vLLM has such graphs, of a few more rows, which attention does not see.
             """
             config = self.vllm_config.compilation_config
-            graph = config.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE
-            rows = min((size for size in config.cudagraph_capture_sizes or () if graph and size >= rows), default=rows)
-            graph = graph and rows in (config.cudagraph_capture_sizes or ())
+            pieces = config.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE
+            graphs = [size for size in config.cudagraph_capture_sizes or () if pieces and size >= rows]
+            mode, padded = (CUDAGraphMode.PIECEWISE, min(graphs)) if graphs else (CUDAGraphMode.NONE, rows)
             requests = -(-rows // self.max_model_len)
-            grown = tables.grown(rows, self.max_num_reqs)
+            grown = tables.grown(padded, self.max_num_reqs)
             buffers = SimpleNamespace(
                 device=self.device,
                 input_ids=grown.token_ids,
@@ -105,13 +105,12 @@ def state_class(on: bool) -> type:
             )
             dummy = type(batch).make_dummy(requests, rows, buffers)
             slots = grown.slots.fill_(-1).unsqueeze(0)
-            mode = CUDAGraphMode.PIECEWISE if graph else CUDAGraphMode.NONE
             metadata = super().prepare_attn(dummy, mode, (grown.block_table[:requests],), slots, *more)
             by_layer = dict.fromkeys(metadata, slots[0])
 
             def step() -> object:
-                with self._runtime.compat.stock_context(metadata, self.vllm_config, rows, by_layer, mode):
-                    return self.model.model(dummy.input_ids, dummy.positions, None, None)
+                with self._runtime.compat.stock_context(metadata, self.vllm_config, padded, by_layer, mode):
+                    return self.model.model(grown.token_ids, grown.positions, None, None)
 
             return step
 
@@ -130,11 +129,17 @@ def _rows(batch: Any) -> list[Rows]:
 def _tables(
     batch: Any, block_tables: tuple[torch.Tensor, ...], slots: torch.Tensor, metadata: dict[str, Any]
 ) -> Tables | None:
-    """None where layers have caches of different kinds."""
+    """Of the real rows: vLLM's pieces have some more. None where layers have caches of different kinds."""
     patterns = {id(pattern): pattern for pattern in metadata.values()}
     if len(block_tables) != 1 or len(patterns) != 1:
         return None
-    (pattern,) = patterns.values()
+    (pattern,), rows = patterns.values(), batch.num_tokens
     return Tables(
-        batch.input_ids, batch.positions, batch.query_start_loc, batch.seq_lens, block_tables[0], slots[0], pattern
+        batch.input_ids[:rows],
+        batch.positions[:rows],
+        batch.query_start_loc,
+        batch.seq_lens,
+        block_tables[0],
+        slots[0, :rows],
+        pattern,
     )

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from tokenweave.execution import check
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.measured import Measured, slowest
 from tokenweave.integrations.vllm.reasons import Reason
@@ -21,15 +22,17 @@ T = TypeVar("T")
 
 
 def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> None:
-    """Called on every rank, as often as vLLM captures graphs of its own; the first call does the work.
+    """Called on every rank, in the same step; the first call does the work, in which that step's buffers end as they were.
 
     Args:
         stock: rows -> vLLM's own step of as many, on the same buffers.
     """
     graphs, choice = runtime.graphs, runtime.choice
-    if graphs is None or runtime.warmed_up or runtime.off is not None:
+    if runtime.warmed_up or runtime.off is not None:
         return
     runtime.warmed_up = True
+    if graphs is None:
+        return
     began = time.perf_counter()
     if choice.mode in (None, Mode.WOVEN) and graphs.scheme_sizes:
         times = _together(runtime, lambda: graphs.time_schemes(tables))
@@ -65,6 +68,7 @@ def _together(runtime: Runtime, call: Callable[[], T]) -> T | None:
     try:
         with torch.inference_mode():
             result = call()
+        check(runtime.workspace)  # a kernel that gave up waiting raised nothing
     except Exception as error:  # whatever it is: vLLM goes on
         log.exception("TokenWeave: graphs could not be made")
         failed = error
