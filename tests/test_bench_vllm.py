@@ -50,6 +50,7 @@ class AsyncLLM:
         )
         print("TokenWeave: switch", os.environ["TOKENWEAVE"], flush=True)
         if os.environ.get("FAKE") == "off" and os.environ["TOKENWEAVE"] != "0":
+            print("(Worker_TP0 pid=7) DEBUG 11-30 TokenWeave: stock vLLM runs (dummy): a step", flush=True)
             print("WARNING TokenWeave: stock vLLM runs (lora): a reason", flush=True)
 
     @classmethod

@@ -544,3 +544,30 @@ def test_quantised_models_are_not_cut_by_a_planner_that_knows_bf16() -> None:
     assert quantised.plan(2048).mode is Mode.WOVEN
     assert quantised.plan(2048, allow_woven=False).mode is Mode.FUSED
     assert Choice(planner(), Mode.WOVEN, plain=False).plan(2048).mode is Mode.WOVEN
+
+
+@pytest.mark.parametrize(
+    ("mode", "least", "after_capture", "ours", "refused"),
+    [
+        (None, 1, True, 1.9, False),  # whole steps will tell
+        (None, 1, True, 2.1, True),
+        (None, 1, False, 1.1, True),
+        (Mode.FUSED, 1, True, 1.1, True),
+        (None, MAX_ROWS + 1, True, 1.1, True),  # vLLM replays every step as a graph of its own: none is measured
+        (None, MAX_ROWS + 1, True, 1.0, False),
+    ],
+)
+def test_a_slow_collective_is_refused_unless_whole_steps_decide(
+    mode: Mode | None, least: int, after_capture: bool, ours: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenweave.integrations.vllm import first_use
+
+    monkeypatch.setattr(first_use, "_warm_up", lambda device: None)
+    monkeypatch.setattr(first_use, "_microseconds", lambda call: 100 * ours if call.__name__ == "ours" else 100.0)
+    monkeypatch.setattr(first_use, "slowest", lambda times, group, device: times)
+    runtime = make_runtime(mode)
+    runtime.graphs = Graphs(runtime, least_rows=least)
+    runtime.compat.WARMS_UP_AFTER_CAPTURE = after_capture
+    runtime.device = torch.device("cpu")
+    runtime.residual, runtime.workspace.hidden, runtime.workspace.dtype = torch.zeros(4, 4), 4, torch.float32
+    assert (first_use.slower_collective(runtime) is not None) == refused

@@ -141,8 +141,8 @@ class VllmBench:
                 self._say(
                     f"{engine.name}: started in {ready['start_s']:.0f} s, {ready['kv_tokens']} tokens of KV cache"
                 )
-                if engine.name == "tokenweave" and (off := engine.said("tokenweave: stock vllm runs", 1)):
-                    self._say(f"{engine.name}: NOT AT WORK, its figures are stock vLLM's: {off[0]}")
+                if engine.name == "tokenweave" and (off := _refused(engine)):
+                    self._say(f"{engine.name}: NOT AT WORK, its figures are stock vLLM's: {off}")
         return engines
 
     def _engine(self, name: str) -> EngineProcess:
@@ -328,3 +328,10 @@ def _arrivals(trace: Trace) -> np.ndarray:
 def _elapsed(answer: dict[str, Any]) -> float:
     (request,) = answer["requests"]
     return request["last"] - request["sent"]
+
+
+def _refused(engine: EngineProcess) -> str | None:
+    """The line in which a TokenWeave engine that has just started said that it is off. What single steps do is said at debug
+    level."""
+    lines = engine.said("tokenweave: stock vllm runs")
+    return next((line for line in lines if not line.startswith("DEBUG") and " DEBUG " not in line), None)
