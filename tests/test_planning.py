@@ -395,11 +395,12 @@ def test_what_is_asked_for_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: Planner(config, "a100", 2, "multimem"), "multimem cannot work on a100"),
         (lambda: Planner(config, "cpu", 2, "p2p"), "use torch"),
         (lambda: Planner(config, "h100", 2, "pcie"), "unknown transport"),
+        (lambda: Planner(config, "h100", 9), "size 9 on h100; expected at most 8"),
     ]:
         with pytest.raises(RequestError, match=message):
             bad()
     with pytest.raises(ModelError, match="9 query heads"):
-        Planner(config, "h100", 10)
+        Planner(config, "cpu", 10)
     monkeypatch.setenv("TOKENWEAVE_MODE", "quick")
     with pytest.raises(RequestError, match="TOKENWEAVE_MODE='quick'; expected one of auto, sequential"):
         Planner(config, "h100", 2)

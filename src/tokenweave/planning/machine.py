@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tokenweave.collective.arguments import MAX_RANKS
 from tokenweave.errors import RequestError
 from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
@@ -199,10 +200,17 @@ def machine_of(gpu: Gpu | str | None, tp: int = 1, transport: str | None = None,
         runtime: how steps are launched.
 
     Raises:
-        RequestError: an unknown GPU or transport, one that the GPU has no hardware for, or tp < 1.
+        RequestError: an unknown GPU or transport, one that the GPU has no hardware for, tp < 1, or more GPUs than one
+            host's transports join.
     """
     if tp < 1:
         raise RequestError(f"tensor parallel size {tp}; expected 1 or more")
     known = local_gpu() if gpu is None else gpu_by_name(gpu) if isinstance(gpu, str) else gpu
+    # Of GPUs that are here and run on torch.distributed any number may be planned for; of others nothing is known past a host.
+    if tp > MAX_RANKS and known.arch != "cpu" and (gpu is not None or transport != "torch"):
+        raise RequestError(
+            f"tensor parallel size {tp} on {known.name}; expected at most {MAX_RANKS}: the GPU transports, and what is known of "
+            "links, are of the GPUs of one host"
+        )
     transport = comm.check_transport(transport or comm.default_transport(known, tp), known)
     return Machine(known, tp, transport, runtime)

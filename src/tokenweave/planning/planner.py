@@ -60,7 +60,7 @@ class Planner:
         model: the cost model that decides.
 
     Raises:
-        RequestError: an unknown GPU, mode or transport, or tp < 1.
+        RequestError: an unknown GPU, mode or transport, tp < 1, or more GPUs than one host's transports join.
         ModelError: more ranks than query heads.
     """
 
