@@ -53,6 +53,18 @@ def test_usage_errors(arguments):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "command"), [(["compile", "--hiden"], "compile"), (["bench", "kernel", "--tq=2"], "bench kernel")]
+)
+def test_an_unknown_option_is_answered_with_the_usage_of_its_command(words, command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: tokenweave {command} [-h]")
+    assert f"tokenweave {command}: error: unrecognized arguments: {words[-1]}" in shown
+
+
 def _raise(error: BaseException):
     def run(args):
         raise error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from tokenweave.cli.main import main
+from tokenweave.planning import GPUS, machine
 
 
 def test_command_prints_the_documented_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,13 +68,53 @@ def test_command_explains_in_text(capsys: pytest.CaptureFixture[str]) -> None:
         (["--tokens", "5,x"], "whole numbers separated by commas"),
         (["--tokens", "0"], "a step of 0 tokens"),
         (["--tokens", "1000000000"], "a step of 1000000000 tokens; expected at most 4194304"),
-        (["--tokens", "5", "--tp", "10"], "9 query heads"),
+        (["--tokens", "5", "--tp", "10", "--gpu", "cpu"], "9 query heads"),
+        (["--tokens", "5", "--tp", "9", "--gpu", "h200"], "tensor parallel size 9 on h200; expected at most 8"),
+        (["--tokens", "5", "--tp", "9", "--gpu", "a100", "--transport", "torch"], "expected at most 8"),
         (["--tokens", "5", "--transport", "multimem", "--gpu", "l40s"], "cannot work on l40s"),
     ],
 )
 def test_command_refuses_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "SmolLM2-135M", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_times_are_set_against_sequentials(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "Llama-3.1-8B", "--gpu", "h200", "--tp", "4", "--transport", "p2p", "--tokens", "4096"]
+    assert main([*words, "--json"]) == 0
+    ms = json.loads(capsys.readouterr().out)["predicted_ms"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "speed-up over sequential" in out
+    shown = {name: float(ratio) for name, ratio in re.findall(r"^  (\w+) +[\d.]+ ms +([\d.]+)x", out, re.M)}
+    assert shown == {mode: pytest.approx(ms["sequential"] / each, abs=0.006) for mode, each in ms.items()}
+    assert shown["sequential"] == 1
+    assert shown["woven"] > 1.1
+
+
+def test_where_no_gpu_is_a_plan_says_that_it_is_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "local_gpu", lambda: GPUS["cpu"])
+    words = ["plan", "--model", "SmolLM2-135M", "--tp", "3", "--tokens", "64"]
+    assert main(words) == 0
+    assert "no GPU here, so this is for this machine's CPU; name a GPU with --gpu (h200)" in capsys.readouterr().out
+    assert main([*words, "--gpu", "cpu"]) == 0
+    assert "note:" not in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+
+
+def test_predict_says_why_the_fastest_mode_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["predict", "--gpu", "h200", "--tp", "2", "--tokens", "1,1024,2048,8192", "--model"]
+    assert main([*words, "Mixtral-8x7B", "--launch", "graph"]) == 0
+    out = capsys.readouterr().out
+    assert "chosen" in out.splitlines()[1]
+    assert "woven is the fastest at 2048, 8192 tokens, but not chosen: a mixture of experts is woven by a tuned" in out
+    assert main([*words, "Llama-3.1-8B", "--launch", "graph"]) == 0
+    out = capsys.readouterr().out
+    assert "at 1024 tokens, but not chosen: the best cut would change fused's time by -" in out
+    assert "8192 tokens, but" not in out
 
 
 def test_predict_says_what_no_comm_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:

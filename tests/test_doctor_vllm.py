@@ -15,6 +15,7 @@ from tokenweave.cli.main import main
 from tokenweave.doctor import vllm as doctor_vllm
 from tokenweave.doctor.vllm import Vllm, examine_vllm
 from tokenweave.errors import ModelError, RequestError
+from tokenweave.planning import hardware
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -112,6 +113,24 @@ def test_models_that_run_as_stock(tmp_path: Path, changes: dict[str, object], tp
     assert report.model.value == "stock"
     assert why in report.model.why
     assert not report.steps
+
+
+def test_more_ranks_than_the_transports_join_run_as_stock() -> None:
+    report = examine_vllm("Llama-3.1-8B", tp=16, gpu="h200", environment={"TOKENWEAVE": "1"})
+    assert report.model.value == "stock"
+    assert "transport: TokenWeave's transports join 8 GPUs of one host" in report.model.why
+    assert not report.steps
+
+
+def test_an_assumed_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "local_gpu", lambda: hardware.GPUS["cpu"])
+    report = examine_vllm("Llama-3.1-8B", tp=2, environment={})
+    assert report.gpu == "h200"
+    assert "no GPU here: h200 is assumed (--gpu)" in report.notes
+    assert (
+        "no GPU here: h200 is assumed (--gpu)"
+        not in examine_vllm("Llama-3.1-8B", tp=2, gpu="h200", environment={}).notes
+    )
 
 
 def test_what_vllm_itself_refuses_is_said() -> None:

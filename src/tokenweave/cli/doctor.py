@@ -79,11 +79,11 @@ def vllm_text(report: VllmReport) -> str:
     """The vLLM report as a person reads it."""
     found = report.vllm
     version = "not installed" if found is None else found.version + (", the build for CPUs" if found.cpu else "")
-    unseen = "NO: no installed package has the entry point that vLLM looks for: pip install . in TokenWeave's checkout"
+    unseen = "NOT FOUND: no installed package has the one that vLLM looks for: pip install . in TokenWeave's checkout"
     lines = [
         f"vLLM        {version}",
         f"plugin      {report.plugin.value}: {report.plugin.why}",
-        f"found       {'yes' if report.visible else unseen}",
+        f"entry point {'found' if report.visible else unseen}",
         f"model       {report.model.value}: {report.model.why}",
     ]
     if report.steps:

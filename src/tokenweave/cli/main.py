@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tokenweave import __version__
 from tokenweave.errors import TokenWeaveError
@@ -78,10 +79,18 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of a subcommand too: an argument that it does not know is its own error, with its usage, not the program's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tokenweave", description="Hides the communication of tensor-parallel LLM inference."
-    )
+    parser = _Parser(prog="tokenweave", description="Hides the communication of tensor-parallel LLM inference.")
     parser.add_argument("--version", action="version", version=f"tokenweave {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((arg for arg in argv if not arg.startswith("-")), None)

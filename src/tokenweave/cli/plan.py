@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(objects if len(objects) > 1 else objects[0], indent=2))
         return 0
     print(f"{args.model}, tp {args.tp} on {planner.model.gpu.name}, transport {planner.model.transport}")
+    if args.gpu is None and planner.model.gpu.arch == "cpu":
+        print("note: no GPU here, so this is for this machine's CPU; name a GPU with --gpu (h200)")
     for explanation in explained:
         print("\n" + text(explanation, full=args.explain))
     return 0
@@ -62,10 +64,11 @@ def text(explanation: Explanation, full: bool = False) -> str:
         (waves.whole,) if waves.prefix is None or waves.suffix is None else (waves.whole, waves.prefix, waves.suffix)
     )
     lines.append(f"  waves      {_counts(total)} a layer: {each}")
-    best = min(ms for mode, ms in explanation.predicted_ms.items() if mode != "no_comm")
+    sequential = explanation.predicted_ms["sequential"]
+    lines.append(f"  predicted  {'step':>13}  speed-up over sequential")
     for mode, ms in explanation.predicted_ms.items():
         note = {"no_comm": "  (no collectives; every rank norms all rows)"}.get(mode, "")
-        lines.append(f"  {mode:<10} {ms:10.3f} ms  {ms / best:5.2f}x{note}")
+        lines.append(f"  {mode:<10} {ms:10.3f} ms  {sequential / ms:5.2f}x{note}")
     if full:
         lines.append(f"  figures    from {explanation.source}")
         shapes = ", ".join(f"{gemm} {rows} x {columns}" for gemm, (rows, columns) in waves.tiles.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tokenweave.cli.arguments import numbers
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{args.model}, tp {machine.tp} on {machine.gpu.name}, transport {machine.transport}, {args.launch}: predicted ms"
     )
-    print(f"{'tokens':>8} {'sequential':>11} {'fused':>11} {'woven':>11} {'no_comm':>11}  best")
+    print(f"{'tokens':>8} {'sequential':>11} {'fused':>11} {'woven':>11} {'no_comm':>11}  chosen")
     for row in rows:
         woven = f"{'-':>11}" if row.woven_us is None else f"{row.woven_us / 1e3:11.2f}"
         gain = row.sequential_us / row.auto_us
@@ -61,9 +62,21 @@ def run(args: argparse.Namespace) -> int:
             f"{row.tokens:8d} {row.sequential_us / 1e3:11.2f} {row.fused_us / 1e3:11.2f} {woven} {row.no_comm_us / 1e3:11.2f}"
             f"  {row.mode}, {gain:.2f}x sequential"
         )
+    for reason, tokens in _passed_over(predictor, rows, args.context).items():
+        print(f"woven is the fastest at {', '.join(map(str, tokens))} tokens, but not chosen: {reason}")
     if machine.tp > 1:
         print(NO_COMM_NOTE)
     return 0
+
+
+def _passed_over(predictor: Predictor, rows: Sequence[StepTimes], context: int) -> dict[str, list[int]]:
+    """Why the planner takes another mode -> tokens, of steps that are predicted to be faster woven."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        if row.woven_us is not None and row.woven_us < row.auto_us:
+            reason = predictor.planner.explain(row.tokens, context=context).reason
+            found.setdefault(reason, []).append(row.tokens)
+    return found
 
 
 def as_json(model: str, gpu: str, tp: int, transport: str, rows: list[StepTimes]) -> dict[str, object]:

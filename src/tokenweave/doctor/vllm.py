@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tokenweave.collective.arguments import MAX_RANKS
 from tokenweave.doctor.machine import Verdict, version_of
 from tokenweave.errors import ModelError
 from tokenweave.integrations import vllm as plugin
@@ -131,12 +132,16 @@ def examine_vllm(
         )
     elif not taken:
         verdict = Verdict("stock", f"TokenWeave takes {', '.join(sorted(_taken()))}; {architecture} is not touched")
+    elif tp > MAX_RANKS and not cpu:
+        verdict = Verdict(
+            "stock", f"{Reason.TRANSPORT}: TokenWeave's transports join {MAX_RANKS} GPUs of one host at the most"
+        )
     elif problem is not None:
         verdict = Verdict("stock", f"{problem[0]}: {problem[0].value}{f' ({problem[1]})' if problem[1] else ''}")
     else:
         verdict = Verdict("taken", f"{architecture} is vLLM's {found[0]}.{found[1]}, which TokenWeave overrides")
     measured = switch.verdict("force", version, "cuda").module == _MEASURES_AT_START and not cpu
-    name, numbers = _gpu(gpu, cpu), None
+    (name, assumed), numbers = _gpu(gpu, cpu), None
     if verdict.value == "taken":
         if built_in is None:
             _check_sizes(raw, model)
@@ -150,7 +155,10 @@ def examine_vllm(
         gpu=name,
         tp=tp,
         steps=() if numbers is None else _steps(numbers, name, tp, bool(raw.get("quantization_config")), measured),
-        notes=_notes(raw, vllm, numbers is not None, measured, environment),
+        notes=(
+            *_notes(raw, vllm, numbers is not None, measured, environment),
+            *([f"no GPU here: {name} is assumed (--gpu)"] if assumed and numbers is not None else []),
+        ),
     )
 
 
@@ -254,16 +262,16 @@ def _cache_dtype(raw: Mapping[str, Any]) -> str:
     return "fp8" if scheme else "auto"
 
 
-def _gpu(asked: str | None, cpu: bool) -> str:
-    """Name in the planner's table."""
+def _gpu(asked: str | None, cpu: bool) -> tuple[str, bool]:
+    """Name in the planner's table, and whether it is assumed, since there is none here."""
     if asked is not None:
-        return asked
+        return asked, False
     if cpu:
-        return "cpu"
+        return "cpu", False
     from tokenweave.planning.hardware import local_gpu
 
     found = local_gpu().name
-    return "h200" if found == "cpu" else found
+    return ("h200", True) if found == "cpu" else (found, False)
 
 
 def _steps(numbers: ModelConfig, gpu: str, tp: int, quantised: bool, measured: bool) -> tuple[Step, ...]:
