@@ -1,6 +1,6 @@
 """One start of vLLM on GPUs with the plugin on: are woven and fused steps right, and how long do they take?
 
-    TOKENWEAVE=1 python benchmarks/vllm_check/check.py --layers 32 --tokens 1024,2048,4096,8192 --json check.json
+    TOKENWEAVE=1 python benchmarks/vllm_check/check.py --requests 100 --json check.json
 
 The model has random weights: Llama-3.1-8B, or another built-in configuration (Llama-3.2-1B has heads of 64), or a folder.
 Its mode is switched in the running engine, so that all modes share weights, cache and clocks. ``stock`` is vLLM's own path
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -90,6 +91,18 @@ def _state(worker: Any) -> dict[str, Any]:
         "allocated_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.memory_reserved() / 2**30, 2),
         "free_gib": round(torch.cuda.mem_get_info()[0] / 2**30, 2),
+    }
+
+
+def _measured(worker: Any) -> dict[str, dict[str, float]]:
+    """Rows -> mode -> ms that the engine measured at its start, by the slowest rank; {} where it measured nothing."""
+    measured = worker.model_runner.model.tokenweave.choice.measured
+    if measured is None:
+        return {}
+    of_rows = zip(measured.rows, *(getattr(measured, mode) for mode in MODES), strict=True)
+    return {
+        str(rows): {mode: round(ms, 2) for mode, ms in zip(MODES, times, strict=True) if math.isfinite(ms)}
+        for rows, *times in of_rows
     }
 
 
@@ -229,7 +242,8 @@ def main() -> None:
     parser.add_argument("--model", default="Llama-3.1-8B", help="a built-in configuration, or a Hugging Face folder")
     parser.add_argument("--layers", type=int, default=0, help="default: all of the model's")
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--tokens", default="512,1024,2048,4096,8192", help="prompt lengths to time; empty for none")
+    sizes = "512,768,1024,1536,2048,3072,4096,6144,8192"
+    parser.add_argument("--tokens", default=sizes, help="prompt lengths to time (default %(default)s); empty for none")
     parser.add_argument(
         "--modes", default="stock,fused,woven,auto", help="woven@992: graphs with room for 992 requests"
     )
@@ -255,6 +269,7 @@ def run(options: argparse.Namespace, made: Path) -> None:
     print("START", json.dumps(check.result), json.dumps(state), flush=True)
     if state["off"] != "None":
         raise SystemExit(f"vllm_check: the plugin is off: {state['off']}")
+    check.result["step_ms_at_start"] = check.llm.collective_rpc(_measured)[0]
     try:
         if options.layouts:
             check.layouts(options.layouts, 8)
