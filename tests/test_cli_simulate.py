@@ -119,7 +119,7 @@ def test_pictures(tmp_path: Path, extra: list[str]) -> None:
         (["--gpu", "cpu"], "memory of 'cpu' is not known"),
         (["--model", "nope"], "no model 'nope'"),
         (["--tp", "0"], "tensor parallel size 0"),
-        (["--tp", "64"], "32 query heads"),
+        (["--tp", "64"], "size 64 on h100; expected at most 8"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
