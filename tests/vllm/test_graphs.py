@@ -360,6 +360,22 @@ def test_an_engine_without_graphs_is_done_with_it_at_once() -> None:
     assert runtime.warmed_up, "or every step would build its metadata twice"
 
 
+def test_no_kernel_waits_for_a_rank_that_is_not_there_yet(
+    clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    walked: list[int] = []  # before each of the ranks' meetings
+
+    def anywhere(true: bool, runtime: Any) -> bool:
+        walked.append(len(runtime.walk.eager))
+        return true
+
+    monkeypatch.setattr(warm_up, "_anywhere", anywhere)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert walked == [0, len(runtime.walk.eager)]
+    assert walked[1] > 0
+
+
 def test_a_kernel_that_gave_up_leaves_stock(clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
 

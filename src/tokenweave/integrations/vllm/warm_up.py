@@ -33,6 +33,7 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
     runtime.warmed_up = True
     if graphs is None:
         return
+    _anywhere(False, runtime)  # all are here: a rank may capture for longer than our kernels wait for a peer
     began = time.perf_counter()
     if choice.mode in (None, Mode.WOVEN) and graphs.scheme_sizes:
         times = _together(runtime, lambda: graphs.time_schemes(tables))
