@@ -443,11 +443,12 @@ def test_what_is_said_of_the_plugin_was_measured():
     """docs/vllm.md, "How"."""
     result = json.loads((RESULTS / "h200x2-vllm-check-llama-3.1-8b.json").read_text("utf-8"))
     document = (ROOT / "docs" / "vllm.md").read_text("utf-8")
-    for tokens in ("512", "768", "1024", "2048", "4096", "8192"):
+    for tokens in ("512", "768", "1024", "1536", "2048", "4096", "8192"):
         modes = result["latency"][tokens]
         of_start = result["step_ms_at_start"].get(tokens)
         last = "" if of_start is None else ", ".join(f"{of_start[mode]:.2f}" for mode in ("stock", "fused", "woven"))
-        row = f"| {tokens} | {modes['stock']['ms']:.1f} | {modes['auto']['speedup']:.2f} | {last} |"
+        gain = f"{modes['auto']['speedup']:.2f} ± {modes['auto']['interval']:.2f}"
+        row = f"| {tokens} | {modes['stock']['ms']:.1f} | {gain} | {last} |"
         assert row.replace("|  |", "| |") in document
     compared = result["layouts"]
     shares = [round(100 * compared[mode]["equal_tokens"]) for mode in ("stock", "fused", "woven")]
