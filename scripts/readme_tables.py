@@ -1,11 +1,11 @@
-"""Fills README.md's measured section from benchmarks/results/*.json, so that no figure there is typed by hand.
+"""Fills README.md's measured sections from benchmarks/results/*.json, so that no figure there is typed by hand.
 
-    python scripts/readme_tables.py           # rewrite the section
-    python scripts/readme_tables.py --check   # exit 1 if it is out of date
+    python scripts/readme_tables.py           # rewrite the sections
+    python scripts/readme_tables.py --check   # exit 1 if one is out of date
 
 A result file that is to be shown has an object "readme": {"title": str, "columns": [str], "rows": [[str or number]],
 "note": str (optional)}, and "machine": str, which names hardware, link, clocks or power, and versions. Other files, and
-everything else in these, are left alone.
+everything else in these, are left alone. Of prefill steps (h200x2-latency-*.json) the section "gains" is the short form.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from generated import command
 
+from tokenweave.models import read_config
+
 ROOT = Path(__file__).parent.parent
-BEGIN = "<!-- measured: begin, written by scripts/readme_tables.py -->"
-END = "<!-- measured: end -->"
 NOTHING = "No GPU figures have been published in this repository yet; `benchmarks/results/` is empty of them."
 
 
@@ -37,13 +37,46 @@ def tables(folder: Path) -> str:
     return "\n\n".join(part for part in parts if part) or NOTHING
 
 
-def filled(readme: str, section: str) -> str:
-    """``readme`` with the text between the markers replaced."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def gains(folder: Path) -> str:
+    """What the planner's plans gain in prefill steps, by tokens and model; of sizes measured twice, the later run's.
+
+    Raises:
+        TableError: there are no such files.
+    """
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("h200x2-latency-*.json")]
+    shown = sorted((r for r in results if "readme" in r), key=lambda result: str(result["environment"]["date"]))
+    if not shown:
+        raise TableError(f"{folder}: no h200x2-latency-*.json has a table for the README")
+    cells: dict[tuple[int, str], str] = {}
+    parts = set()
+    for result in shown:
+        model, layers = result["config"]["model"], result["config"]["layers"]
+        if layers < (every := read_config(model).layers):
+            parts.add(f"{model} with {layers} of {every} layers")
+        for row in result["rows"]:
+            if row["mode"] == "auto":
+                gain, of_no_comm = row["speedup"]["value"], row["no_comm_ratio"]["value"]
+                mark = "†" if layers < every else ""
+                cells[row["tokens"], model] = f"{row['plan']['mode']} {gain:.2f}, {of_no_comm:.2f}{mark}"
+    models = sorted({model for _, model in cells})
+    lines = [_row(["tokens", *models]), _row(["---:"] * (1 + len(models)))]
+    for tokens in sorted({tokens for tokens, _ in cells}):
+        lines.append(_row([tokens, *[cells.get((tokens, model), "") for model in models]]))
+    note = (
+        "Mode that the planner takes, times as fast as the fastest sequential step, times as fast as the step without "
+        "communication; of sizes measured twice, the later run's."
+    )
+    return "\n".join([*lines, "", note, *([f"† {', '.join(sorted(parts))}."] if parts else [])])
+
+
+def filled(readme: str, section: str, name: str = "measured") -> str:
+    """``readme`` with the text between the markers of the section ``name`` replaced."""
+    first, last = f"<!-- {name}: begin, written by scripts/readme_tables.py -->", f"<!-- {name}: end -->"
+    before, begin, rest = readme.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise TableError(f"README.md has no lines {BEGIN!r} and {END!r}, in this order")
-    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+        raise TableError(f"README.md has no lines {first!r} and {last!r}, in this order")
+    return f"{before}{first}\n{section}\n{last}{after}"
 
 
 def _table(path: Path) -> str:
@@ -89,8 +122,9 @@ def _number(x: float) -> str:
 
 
 def contents() -> dict[Path, str]:
-    readme = ROOT / "README.md"
-    return {readme: filled(readme.read_text(encoding="utf-8"), tables(ROOT / "benchmarks" / "results"))}
+    readme, results = ROOT / "README.md", ROOT / "benchmarks" / "results"
+    text = filled(readme.read_text(encoding="utf-8"), tables(results))
+    return {readme: filled(text, gains(results), "gains")}
 
 
 if __name__ == "__main__":
