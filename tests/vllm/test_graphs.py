@@ -433,7 +433,7 @@ def test_small_steps_are_measured_too_but_not_woven(clock: dict[Mode, float]) ->
     runtime, buffers = small_runtime(), Buffers()
     _, tables = buffers.step([7, 8])
     clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 8.0})
-    stock = {64: 6.0, 256: 7.0, 512: 4.0, 640: 10.0, 1024: 10.3, 2048: 30.0}
+    stock = {16: 6.0, 64: 6.0, 256: 7.0, 512: 4.0, 640: 10.0, 1024: 10.3, 2048: 30.0}
     warm_up.warm_up(runtime, tables, stock_of(stock, []))
     measured = runtime.choice.measured
     assert measured is not None
@@ -546,6 +546,8 @@ def test_decodes_alone_and_few_rows_after_long_contexts_run_as_stock() -> None:
     few = small_runtime(Mode.FUSED)
     few.prepare([Rows("r", 11, 200), Rows("s", 1, 300)], Buffers().step([11, 1])[1])
     assert few.steps.reasons == {Reason.NEW_BUCKET: 1}  # little to attend to: a replay is worth more
+    few.prepare([Rows("r", 300, 9000)], Buffers().step([300])[1])
+    assert few.steps.reasons[Reason.LONG_CONTEXT] == 1
     assert runtime.prepare([Rows("r", 1000, 20000)], tables) is None  # 8 tiles of rows, 16 heads, 132 SMs
     assert runtime.steps.reasons[Reason.LONG_CONTEXT] == 1
     assert runtime.plan([Rows("r", 2000, 20000)], 2048).mode is Mode.FUSED  # as a whole it is enough

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tokenweave.planning import Mode
 
 MARGIN = 0.99  # a mode must take at most this share of stock's time: clocks wander by about as much
-SIZES = (64, 256, 512, 640, 1024, 2048, 4096, 8192)  # rows
+SIZES = (16, 64, 256, 512, 640, 1024, 2048, 4096, 8192)  # rows
 WOVEN_ROWS = 512  # smaller steps are not woven: halves of a tile each
 SCHEME_SIZES = (1024, 2048)  # rows of the steps in which schemes are compared
 REPEATS = 3

@@ -36,6 +36,8 @@ EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches fast
 DECODE_ROWS = 16  # of a request, up to which FlashAttention packs query heads into a tile; ours plan for long prompts
 DECODE_POSITIONS = 16384  # of all requests, up to which that costs less than launching what a graph replays
 LONG_CONTEXT = 16384  # positions, from which on stock's attention splits them where rows alone don't fill the GPU
+FEW_ROWS = 512  # up to so many stock's attention may split them in 32, and a long context costs ours more than ...
+LONG_CONTEXT_OF_FEW = 8192  # ... so many positions are worth
 
 
 class Runtime:
@@ -153,7 +155,8 @@ class Runtime:
 
     def _fills_gpu(self, step: Sequence[Rows], rows: int) -> bool:
         """Whether so many rows of the step keep the GPU busy in attention, which ours does not split over positions."""
-        if self.device.type != "cuda" or max((r.context + r.tokens for r in step), default=0) < LONG_CONTEXT:
+        least = LONG_CONTEXT_OF_FEW if sum(r.tokens for r in step) <= FEW_ROWS else LONG_CONTEXT
+        if self.device.type != "cuda" or max((r.context + r.tokens for r in step), default=0) < least:
             return True
         tiles = -(-rows // TILE) * next(attentions(self.model)).num_heads
         return tiles >= self.choice.planner.model.gpu.sms
