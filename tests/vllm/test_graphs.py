@@ -111,7 +111,7 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     )
     runtime.requests = SimpleNamespace(hazard=lambda step, cut: False, planned=lambda step: None)
     runtime.model = SimpleNamespace(
-        layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(num_heads=16)))] * 32
+        layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(num_heads=16, num_kv_heads=4)))] * 32
     )
     runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
     runtime.addresses = lambda: (1, 2)
@@ -548,10 +548,16 @@ def test_decodes_alone_and_few_rows_after_long_contexts_run_as_stock() -> None:
     assert few.steps.reasons == {Reason.NEW_BUCKET: 1}  # little to attend to: a replay is worth more
     few.prepare([Rows("r", 300, 9000)], Buffers().step([300])[1])
     assert few.steps.reasons[Reason.LONG_CONTEXT] == 1
-    assert runtime.prepare([Rows("r", 1000, 20000)], tables) is None  # 8 tiles of rows, 16 heads, 132 SMs
+    beside = [Rows(f"s{i}", 1, 6000) for i in range(30)]  # whose tiles fill the GPU meanwhile
+    few.prepare([Rows("r", 300, 9000), *beside], Buffers().step([300, *[1] * 30])[1])
+    assert few.steps.reasons[Reason.LONG_CONTEXT] == 1
+    assert runtime.prepare([Rows("r", 600, 20000)], tables) is None  # 19 tiles of rows, 4 key/value heads, 132 SMs ...
+    assert Reason.LONG_CONTEXT not in runtime.steps.reasons  # ... are more than half
+    assert runtime.prepare([Rows("r", 500, 20000)], tables) is None
     assert runtime.steps.reasons[Reason.LONG_CONTEXT] == 1
-    assert runtime.plan([Rows("r", 2000, 20000)], 2048).mode is Mode.FUSED  # as a whole it is enough
-    assert runtime.plan([Rows("r", 2000, 2000)], 2048).mode is Mode.WOVEN
+    assert runtime.plan([Rows("r", 1000, 20000)], 1024).mode is Mode.FUSED  # as a whole it is enough
+    assert runtime.plan([Rows("r", 2000, 20000)], 2048).mode is Mode.WOVEN
+    assert runtime.plan([Rows("r", 1000, 2000)], 1024).mode is Mode.WOVEN
 
 
 def test_quantised_models_are_not_cut_by_a_planner_that_knows_bf16() -> None:

@@ -38,7 +38,7 @@ class Reason(str, Enum):
     WHOLE_GRAPH = "vLLM replays a graph of its own that is the whole step"
     DUMMY = "a dummy run"
     DECODES = "all requests decode: attention has a kernel for that alone"
-    LONG_CONTEXT = "a long context, and too few rows to fill the GPU without splitting it"
+    LONG_CONTEXT = "a long context, and too few rows beside it to fill the GPU without splitting it"
     PLANNER = "the planner expects no gain"
     CACHE_GROUPS = "layers have different kinds of cache"
     INPUT_EMBEDS = "the inputs are embeddings"

@@ -38,6 +38,7 @@ DECODE_POSITIONS = 16384  # of all requests, up to which that costs less than la
 LONG_CONTEXT = 16384  # positions, from which on stock's attention splits them where rows alone don't fill the GPU
 FEW_ROWS = 512  # up to so many stock's attention may split them in 32, and a long context costs ours more than ...
 LONG_CONTEXT_OF_FEW = 8192  # ... so many positions are worth
+BUSY = 0.5  # of the SMs, on average while the longest request's tiles run: less is what splitting would save
 
 
 class Runtime:
@@ -154,12 +155,18 @@ class Runtime:
         return None if plan.mode is Mode.SEQUENTIAL else plan
 
     def _fills_gpu(self, step: Sequence[Rows], rows: int) -> bool:
-        """Whether so many rows of the step keep the GPU busy in attention, which ours does not split over positions."""
-        least = LONG_CONTEXT_OF_FEW if sum(r.tokens for r in step) <= FEW_ROWS else LONG_CONTEXT
-        if self.device.type != "cuda" or max((r.context + r.tokens for r in step), default=0) < least:
+        """Whether attention of so many rows of the step keeps the GPU busy for about as long as its longest request takes.
+
+        Ours does not split a tile's positions over SMs, stock's does where there are few tiles.
+        """
+        total = sum(request.tokens for request in step)
+        longest = max((request.context + request.tokens for request in step), default=0)
+        if self.device.type != "cuda" or longest < (LONG_CONTEXT_OF_FEW if total <= FEW_ROWS else LONG_CONTEXT):
             return True
-        tiles = -(-rows // TILE) * next(attentions(self.model)).num_heads
-        return tiles >= self.choice.planner.model.gpu.sms
+        attention = next(attentions(self.model))
+        group = attention.num_heads // attention.num_kv_heads  # query heads share a tile with their rows
+        work = sum(-(-r.tokens * group // TILE) * (r.context + r.tokens) for r in step) * attention.num_kv_heads
+        return work * rows / total >= BUSY * longest * self.choice.planner.model.gpu.sms
 
     def prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
         """Plans a step that stock vLLM would launch kernel by kernel or piece by piece; None, with the reason counted, if stock
