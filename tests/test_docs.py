@@ -228,6 +228,13 @@ def test_results_without_a_machine_are_the_ones_that_are_said_to_be():
     assert all(results[name]["identity"]["gpu"] for name in tuned)
 
 
+def test_every_module_of_the_vllm_plugin_has_its_line():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = text[text.index("Inside `integrations/vllm/`") : text.index("## Tests")]
+    modules = (ROOT / "src" / "tokenweave" / "integrations" / "vllm").glob("*.py")
+    assert set(re.findall(r"`(\w+\.py)`", rows)) == {path.name for path in modules}
+
+
 @pytest.mark.parametrize("reason", list(Reason), ids=str)
 def test_a_reason_that_is_counted_is_explained(reason):
     """Metrics and log name it; the document says what it means."""
