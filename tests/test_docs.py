@@ -460,6 +460,7 @@ def test_what_is_said_of_a_mixture_of_experts_was_measured():
 
 @pytest.mark.parametrize(("model", "percent", "lone"), [("llama-3.1-8b", 1.2, 3.3), ("llama-3.3-70b", 2.2, 1.3)])
 def test_one_fixed_scheme_is_nearly_as_good_as_the_best(model, percent, lone):
+    """docs/gpu-execution.md, "Schemes"."""
     result = json.loads((RESULTS / f"h200x2-verify-{model}.json").read_text("utf-8"))
     means = {row[0]: 100 * (float(row[1]) - 1) for row in result["tables"][f"schemes-{model}"]["rows"]}
     assert means["8 / 2, qkv+gate_up limited"] == pytest.approx(percent, abs=0.05)
