@@ -43,9 +43,11 @@ class MixtureMLP:
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, inputs: Inputs, out: torch.Tensor
     ) -> None:
         """Rows in the order of their experts, one grouped GEMM for all experts; the host learns nothing."""
-        flat = chosen.flatten()
+        experts = self.router.shape[0]
+        # A radix sort goes over every bit of its keys: few of them.
+        flat = chosen.flatten().to(torch.uint8 if experts <= 256 else torch.int16)
         order = flat.argsort(stable=True)
-        every = torch.arange(self.router.shape[0], device=x.device)
+        every = torch.arange(experts, dtype=flat.dtype, device=x.device)
         ends = (flat.unsqueeze(1) == every).sum(0).cumsum(0).to(torch.int32)  # of each expert's rows
         rows = x.index_select(0, order // self.experts_per_token)
         with inputs.gemm("gate_up"):
@@ -54,10 +56,16 @@ class MixtureMLP:
         activations = gated(gate_up)
         with inputs.gemm("down"):
             parts = torch._grouped_mm(activations, self.down.transpose(1, 2), offs=ends)
-        # Back in the rows' order, so that each row's experts are added in the order of its choices.
+        # Back in the rows' order, so that each row's experts are added in the order of its choices; in float32.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
-        mine = parts.index_select(0, back).view(x.shape[0], self.experts_per_token, -1)
-        out.copy_((mine.float() * weights.unsqueeze(2)).sum(dim=1))
+        back = back.view(x.shape[0], self.experts_per_token)
+        total = parts.index_select(0, back[:, 0]) * weights[:, :1]
+        for choice in range(1, self.experts_per_token):
+            more = parts.index_select(0, back[:, choice])
+            last = choice == self.experts_per_token - 1
+            torch.addcmul(total, more, weights[:, choice, None], out=out if last else total)
+        if self.experts_per_token == 1:
+            out.copy_(total)
 
     def _compute_one_by_one(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor
