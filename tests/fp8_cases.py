@@ -90,8 +90,8 @@ def check(q: Quantised, result: Result, workspace: Workspace, seed: int) -> None
     scales = result.scales.cpu().double()
     if q.static is None:
         most = expected.abs().amax(1)
-        # The norm reads a residual that was rounded to the rows' dtype.
-        slack = (8 if rounded else 2) * torch.finfo(q.case.dtype).eps
+        # The norm reads a residual that was rounded to the rows' dtype, and computes in float32.
+        slack = (8 if rounded else 2) * torch.finfo(q.case.dtype).eps + 8 * torch.finfo(torch.float32).eps
         torch.testing.assert_close(scales, (most / 448).clamp_min(2.0**-40), rtol=slack, atol=1e-9)
     else:
         assert scales.tolist() == [torch.tensor(q.static).item()]
