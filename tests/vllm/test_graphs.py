@@ -113,6 +113,7 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     runtime.model = SimpleNamespace(
         layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(num_heads=16, num_kv_heads=4)))] * 32
     )
+    runtime.vllm_config = SimpleNamespace(quant_config=None)
     runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
     runtime.addresses = lambda: (1, 2)
     runtime.walk = Walks()
@@ -390,7 +391,7 @@ def test_a_kernel_that_gave_up_leaves_stock(clock: dict[Mode, float], monkeypatc
 @pytest.mark.parametrize(("plain", "mixture", "layers"), [(True, False, 2), (False, False, None), (True, True, None)])
 def test_before_a_capture_as_many_layers_run_as_differ(plain: bool, mixture: bool, layers: int | None) -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
-    runtime.choice = Choice(planner(), Mode.FUSED, plain=plain)
+    runtime.vllm_config = SimpleNamespace(quant_config=None if plain else object())
     if mixture:
         runtime.model = SimpleNamespace(layers=[SimpleNamespace(block_sparse_moe=object())] * 32)
     warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))

@@ -155,10 +155,7 @@ def examine_vllm(
         gpu=name,
         tp=tp,
         steps=() if numbers is None else _steps(numbers, name, tp, bool(raw.get("quantization_config")), measured),
-        notes=(
-            *_notes(raw, vllm, numbers is not None, measured, environment),
-            *([f"no GPU here: {name} is assumed (--gpu)"] if assumed and numbers is not None else []),
-        ),
+        notes=_notes(raw, vllm, numbers is not None, measured, name if assumed else None, environment),
     )
 
 
@@ -297,8 +294,14 @@ def _steps(numbers: ModelConfig, gpu: str, tp: int, quantised: bool, measured: b
 
 
 def _notes(
-    raw: Mapping[str, Any], vllm: Vllm | None, planned: bool, measured: bool, environment: Mapping[str, str]
+    raw: Mapping[str, Any],
+    vllm: Vllm | None,
+    planned: bool,
+    measured: bool,
+    assumed: str | None,
+    environment: Mapping[str, str],
 ) -> tuple[str, ...]:
+    """``assumed``: the GPU that is taken to be here."""
     notes = []
     if planned:
         if measured:
@@ -314,4 +317,6 @@ def _notes(
         notes.append(f"weights are quantised ({method}): vLLM's kernels compute them, and partial sums are copied")
     if mode := environment.get("TOKENWEAVE_MODE"):
         notes.append(f"TOKENWEAVE_MODE={mode} is set: steps run in this mode wherever they can")
+    if planned and assumed is not None:
+        notes.append(f"no GPU here: {assumed} is assumed (--gpu)")
     return tuple(notes)

@@ -59,13 +59,15 @@ class MixtureMLP:
         # Back in the rows' order, so that each row's experts are added in the order of its choices; in float32.
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
         back = back.view(x.shape[0], self.experts_per_token)
-        total = parts.index_select(0, back[:, 0]) * weights[:, :1]
-        for choice in range(1, self.experts_per_token):
-            more = parts.index_select(0, back[:, choice])
-            last = choice == self.experts_per_token - 1
-            torch.addcmul(total, more, weights[:, choice, None], out=out if last else total)
-        if self.experts_per_token == 1:
-            out.copy_(total)
+
+        def weighted(choice: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return parts.index_select(0, back[:, choice]), weights[:, choice, None]
+
+        last = self.experts_per_token - 1
+        total = weights.new_zeros(1, 1)
+        for choice in range(last):
+            total = torch.addcmul(total, *weighted(choice))
+        torch.addcmul(total, *weighted(last), out=out)
 
     def _compute_one_by_one(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor

@@ -81,9 +81,7 @@ class Planner:
                 costs = find_profile(config, machine) or machine
         self.model = CostModel(config, costs)
         self._default_mode = asked_mode(mode)
-        self._gain = MEASURED_GAIN if self.model.costs.measured else MIXTURE_GAIN if config.experts else GAIN
-        if self.model.gpu.arch == "cpu":
-            self._gain = CPU_GAIN
+        self._gain = _gain(self.model, config)
         self._cached = functools.lru_cache(maxsize=CACHED_PLANS)(self._choose)
 
     def plan(
@@ -330,6 +328,15 @@ class Planner:
         return (
             f"the best cut would change {plan.mode}'s time by {-gain:+.1%}; it must save {1 - self._gain:.0%} or more"
         )
+
+
+def _gain(model: CostModel, config: ModelConfig) -> float:
+    """The share of the best other mode's time that a woven step must promise to take at most; 0: none is chosen."""
+    if model.gpu.arch == "cpu":
+        return CPU_GAIN
+    if model.costs.measured:
+        return MEASURED_GAIN
+    return MIXTURE_GAIN if config.experts else GAIN
 
 
 @functools.lru_cache(maxsize=16)

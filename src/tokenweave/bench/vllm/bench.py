@@ -209,9 +209,10 @@ class VllmBench:
 
     def _outputs(self, engines: dict[str, EngineProcess]) -> None:
         """Greedy tokens of some prompts, one by one and all at once: what a batch alone changes is the yardstick."""
+        every = max(1, -(-len(self._config.tokens) // _OUTPUT_SIZES))
         requests = [
             {"prompt": tokens, "output": _OUTPUT_TOKENS, "seed": _OUTPUT_SEED + i * _OUTPUT_PROMPTS + k}
-            for i, tokens in enumerate(self._config.tokens[:: -(-len(self._config.tokens) // _OUTPUT_SIZES) or 1])
+            for i, tokens in enumerate(self._config.tokens[::every])
             for k in range(_OUTPUT_PROMPTS)
         ]
         for engine in list(engines.values()):

@@ -19,12 +19,12 @@ class Choice:
         plain: whether the weights are bf16 (or alike), which is what the planner knows.
 
     Attributes:
-        planner, plain: as given.
+        planner: as given.
     """
 
     def __init__(self, planner: Planner, mode: Mode | None, *, plain: bool) -> None:
         self.planner = planner
-        self._mode, self.plain = mode, plain
+        self._mode, self._plain = mode, plain
         self._measured: Measured | None = None
         self._schemes: Mapping[int, Scheme] = {}
         self._plans: dict[tuple[int, bool, Mode | None], Plan] = {}
@@ -85,7 +85,7 @@ class Choice:
             mode = self._mode
             if mode is None and self._measured is not None:
                 mode = self._measured.best(rows, allow_woven=allow_woven)
-            elif mode is None and not self.plain:
+            elif mode is None and not self._plain:
                 allow_woven = False  # of GEMMs that the planner doesn't know it is only asked whether fusing pays
             self._plans[key] = self.planner.plan(
                 rows, mode=mode or "auto", allow_woven=allow_woven, scheme=self.scheme(rows)

@@ -24,9 +24,7 @@ log = logging.getLogger("vllm.tokenweave")
 
 REPEATS = 5
 MARGIN = 1.05  # ours is slower if it takes more than this many times theirs; less is noise
-MARGIN_MEASURED = (
-    2.0  # ... where whole steps are measured before any runs: more than this is no use even in another's shadow
-)
+MARGIN_MEASURED = 2.0  # ... where whole steps are measured before any runs: more is no use even in another's shadow
 _WARM_SECONDS = 0.3  # of GEMMs: a GPU that has waited for weights runs at a sixth of its clock
 CALLS = 5  # timed one after the other
 _SLEEP_CYCLES = 4_000_000  # about 2 ms: the host queues a whole sample meanwhile, so that its own time is not measured

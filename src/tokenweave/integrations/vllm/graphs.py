@@ -1,10 +1,10 @@
 """Planned steps as private CUDA graphs: one a size and plan, replayed with what vLLM's runner writes into its buffers.
 
 vLLM's graphs of whole steps are left alone: a replay of theirs runs no Python, so that neither planner nor veto could act in
-it. Ours are made for steps that stock vLLM launches kernel by kernel, or piece by piece. A graph reads the runner's persistent buffers (token ids,
-positions, request starts, lengths, block table, cache slots) and computes at its head what the splits need of them, so
-that a replay refreshes itself. Each has room for so many requests (:data:`ROOMS`); those that a step does not have are
-empty.
+it. Ours are made for steps that stock vLLM launches kernel by kernel, or piece by piece. A graph reads the runner's
+persistent buffers (token ids, positions, request starts, lengths, block table, cache slots) and computes at its head what
+the splits need of them, so that a replay refreshes itself. Each has room for so many requests (:data:`ROOMS`); those that a
+step does not have are empty.
 """
 
 from __future__ import annotations
@@ -40,17 +40,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.tokenweave")
 
 TILE = 128  # rows: GEMMs compute a multiple of it anyway
-SMALL_ROWS = (
-    16,
-    32,
-    64,
-)  # below a tile what a GEMM takes is the reading of its weights, but attention and norms are shorter
+SMALL_ROWS = (16, 32, 64)
+"""Below a tile what a GEMM takes is the reading of its weights, but attention and norms are shorter."""
 MAX_ROWS = 8192  # of a captured step: above, the host keeps up with the GPU
-ROOMS = (
-    16,
-    128,
-    992,
-)  # requests; FlashAttention-3 schedules at most 992 on the device, and looks at each in every call
+ROOMS = (16, 128, 992)
+"""Requests. FlashAttention-3 schedules at most 992 on the device, and looks at each in every call."""
 MAX_GRAPHS = 128
 LAYERS_AT_START = 1600  # layers of all graphs that are made at the start, at some 3 to 5 ms each
 
@@ -221,7 +215,9 @@ class Graphs:
             grown = tables.grown(capacity, room)
             found = self._new(plan, grown, capacity, (*grown.addresses(), *self._runtime.addresses()))
             _fill(grown, capacity, self._runtime.max_length)
-            self._eagerly(found, layers=self._layers_before_capture)
+            self._eagerly(
+                found, layers=2 if self._runtime.dense else None
+            )  # so that a capture finds all kernels loaded
             self._capture(found)
             self._graphs[key] = found
         return self._graphs[key]
@@ -247,12 +243,14 @@ class Graphs:
 
     def _rooms_at_start(self, size: int) -> list[int]:
         """One prompt, or a few, is what a latency is made of; under load the steps are full, with many requests."""
-        many = next((room for room in self.rooms if room >= size), self.rooms[-1])
-        return sorted({self._least_room(size), many})
+        return sorted({self._least_room(size), self._room(size)})
 
     def _least_room(self, size: int) -> int:
         """For the fewest requests that fill a step."""
-        requests = -(-size // self._runtime.max_length)
+        return self._room(-(-size // self._runtime.max_length))
+
+    def _room(self, requests: int) -> int:
+        """For so many requests, or for the most that there is."""
         return next((room for room in self.rooms if room >= requests), self.rooms[-1])
 
     @property
@@ -261,21 +259,22 @@ class Graphs:
         runtime = self._runtime
         return min(MAX_ROWS, runtime.max_rows, runtime.max_requests * runtime.max_length)
 
-    def _kept(self, tables: Tables) -> contextlib.AbstractContextManager[None]:
-        """All of the buffers, not only what graphs read: vLLM's dummy steps write to their ends, and the step in which this
-        happens is a real one."""
-        return _kept(tables.grown(self._runtime.max_rows, self._runtime.max_requests))
+    @contextlib.contextmanager
+    def _kept(self, tables: Tables) -> Iterator[None]:
+        """The buffers end as they were, all of them and not only what graphs read: vLLM's dummy steps write to their ends, and
+        the step in which this happens is a real one."""
+        whole = tables.grown(self._runtime.max_rows, self._runtime.max_requests)
+        buffers = (whole.token_ids, whole.positions, whole.query_start_loc, whole.seq_lens, whole.slots)
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        finally:
+            for buffer, values in zip(buffers, before, strict=True):
+                buffer.copy_(values)
 
     def _new(self, plan: Plan, tables: Tables, capacity: int, addresses: tuple[int, ...]) -> _Graph:
         cut = Cut(plan, capacity, tables, longest_query=capacity, longest_sequence=self._runtime.max_length)
         return _Graph(cut, addresses)
-
-    @property
-    def _layers_before_capture(self) -> int | None:
-        """Layers that are run before a capture, so that it finds all kernels loaded; None for all, where layers may differ: in
-        what is quantised, and in what a mixture sets up when it first runs."""
-        mixture = hasattr(self._runtime.model.layers[0], "block_sparse_moe")
-        return 2 if self._runtime.choice.plain and not mixture else None
 
     def _walk(self, found: _Graph, layers: int | None = None) -> None:
         self._runtime.walk(found.cut, found.cut.tables.query_start_loc[-1:], layers=layers)
@@ -302,18 +301,6 @@ class Graphs:
 
 def _key(capacity: int, room: int, plan: Plan) -> Key:
     return capacity, room, *plan.launch, plan.split
-
-
-@contextlib.contextmanager
-def _kept(tables: Tables) -> Iterator[None]:
-    """The buffers end as they were."""
-    buffers = (tables.token_ids, tables.positions, tables.query_start_loc, tables.seq_lens, tables.slots)
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, values in zip(buffers, before, strict=True):
-            buffer.copy_(values)
 
 
 def _fill(tables: Tables, rows: int, max_length: int) -> None:

@@ -114,9 +114,10 @@ class Runtime:
         return [layer.layer_name for layer in attentions(self.model)]
 
     @functools.cached_property
-    def needs_clean_padding(self) -> bool:
-        """Whether rows of padding must be finite, because rows meet: in a router's kernel, in a scale of all rows."""
-        return self.vllm_config.quant_config is not None or hasattr(self.model.layers[0], "block_sparse_moe")
+    def dense(self) -> bool:
+        """Whether layers are alike, and no row meets another but in attention. Not so where weights are quantised (some layers
+        may not be, one scale may be that of all rows) and in mixtures of experts (whose kernels set up on their first run)."""
+        return self.vllm_config.quant_config is None and not hasattr(self.model.layers[0], "block_sparse_moe")
 
     def addresses(self) -> tuple[int, ...]:
         """Of what a graph reads besides the runner's buffers, as far as vLLM may move it."""
@@ -286,7 +287,7 @@ class Runtime:
         real = padding = None
         if row_count is not None:
             real = (row_count - start).clamp_(min=0)
-            if self.needs_clean_padding:
+            if not self.dense:  # rows of padding must be finite there
                 last = torch.arange(max(0, tokens - TILE), tokens, device=self.device, dtype=torch.int32)
                 padding = (last >= real).unsqueeze(1)
         rows = tables.token_ids[start:stop], tables.positions[start:stop]

@@ -60,9 +60,7 @@ def state_class(on: bool) -> type:
                 **kwargs,
             )
             metadata, runtime = stock(), self._runtime
-            if runtime.off is not None:
-                return metadata
-            if for_capture:
+            if runtime.off is not None or for_capture:
                 return metadata
             step = _rows(input_batch)
             if not all(runtime.requests.known(rows.request) for rows in step):
