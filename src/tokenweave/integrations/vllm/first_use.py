@@ -58,18 +58,12 @@ def slower_collective(runtime: Runtime) -> str | None:
     mine, theirs = slowest([[statistics.median(seen)] for seen in times], workspace.group, device)
     runtime.residual.zero_()
     told = f"{rows} rows took {mine[0]:.0f} us, and vLLM's all-reduce and norm {theirs[0]:.0f}"
-    if mine[0] > theirs[0] * (MARGIN_MEASURED if _measures_steps(runtime) else MARGIN):
+    measured = runtime.graphs is not None and runtime.compat.WARMS_UP_AFTER_CAPTURE and runtime.graphs.measures_modes
+    if mine[0] > theirs[0] * (MARGIN_MEASURED if measured else MARGIN):
         return told
     if runtime.steps.first_rank:
         log.info("TokenWeave: the fused collective of %s", told)
     return None
-
-
-def _measures_steps(runtime: Runtime) -> bool:
-    """Whether whole steps are measured before any is served, and decide."""
-    if runtime.graphs is None or not runtime.compat.WARMS_UP_AFTER_CAPTURE:
-        return False
-    return runtime.choice.mode is None and bool(runtime.graphs.sizes)
 
 
 def _warm_up(device: torch.device) -> None:

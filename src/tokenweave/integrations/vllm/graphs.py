@@ -204,6 +204,11 @@ class Graphs:
         return [n for n in SIZES if self.least_rows <= n <= self._most_rows and self._predicted_ms(n) <= MOST_MS]
 
     @property
+    def measures_modes(self) -> bool:
+        """Whether modes are to be measured at the start: none was given, and there are sizes."""
+        return self._runtime.choice.mode is None and bool(self.sizes)
+
+    @property
     def scheme_sizes(self) -> list[int]:
         """Rows of the steps in which schemes are compared, ascending; none where there is one scheme."""
         sizes = self.sizes if len(self._runtime.choice.tried) > 1 else []

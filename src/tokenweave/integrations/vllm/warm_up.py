@@ -40,7 +40,7 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
         if times is None:
             return
         _choose_schemes(runtime, graphs.scheme_sizes, slowest(times, runtime.workspace.group, runtime.device))
-    if choice.mode is None and graphs.sizes:
+    if graphs.measures_modes:
         times = _together(runtime, lambda: graphs.time_modes(tables, stock))
         if times is None:
             return

@@ -1,0 +1,306 @@
+"""What is timed as an engine starts, what that decides, and which graphs are made then; nothing runs, see graph_stand_ins.py."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from graph_stand_ins import (
+    MAX_ROWS,
+    REQUESTS,
+    Buffers,
+    make_runtime,
+    run,
+    small_runtime,
+    stand_in,
+)
+
+from tokenweave.errors import CollectiveError
+from tokenweave.integrations.vllm import graphs as module
+from tokenweave.integrations.vllm import warm_up
+from tokenweave.integrations.vllm.graphs import Graphs
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.integrations.vllm.step import Cut, Planned
+from tokenweave.planning import Mode
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+
+
+def test_the_most_important_sizes_come_first() -> None:
+    graphs = small_runtime().graphs
+    sizes = graphs._by_importance()
+    assert sizes[:9] == [2048, 1024, 512, 256, 128, 64, 32, 16, 1536]
+    assert sorted(sizes) == [16, 32, 64, *range(128, 2049, 128)]
+    assert [graphs._rooms_at_start(size) for size in (16, 64, 2048)] == [[16], [16, 64], [16, 64]]
+    assert make_runtime().graphs._by_importance()[:4] == [2048, 1024, 1536, 768]
+
+
+def stock_of(times: dict[int, float], sizes: list[int]) -> Any:
+    def stock(rows: int) -> Any:
+        sizes.append(rows)
+        return SimpleNamespace(rows=rows, ms=times[rows])
+
+    return stock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    """Milliseconds a replay takes per 1000 rows, by mode; stock steps say theirs. Woven ones in a scheme take as often as long as
+    its text says."""
+    pace: dict[Any, float] = {}
+
+    def milliseconds(call: Any, device: Any, repeats: int) -> float:
+        assert repeats == 3
+        if isinstance(call, SimpleNamespace):
+            return call.ms
+        cut = call.__self__.walked[0]
+        plan = cut.plan
+        scheme = plan.scheme
+        return pace[plan.mode] * cut.rows / 1000 * pace.get((cut.rows, str(scheme)), 1.0)
+
+    monkeypatch.setattr(module, "milliseconds", milliseconds)
+    return pace
+
+
+def test_what_is_measured_at_the_start_decides(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    _, tables = buffers.step([7, 8])
+    before = [buffer.clone() for buffer in (buffers.starts, buffers.lengths, buffers.slots, buffers.positions)]
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 10.0})
+    sizes: list[int] = []
+    stock = stock_of({640: 5.8, 1024: 10.3, 2048: 30.0}, sizes)  # fused is 0.99 of stock's at 640
+    warm_up.warm_up(runtime, tables, stock)
+    assert runtime.off is None
+    assert sizes == [2048, 1024, 640]
+    assert runtime.choice.measured is not None
+    assert runtime.choice.measured.best(640) is Mode.SEQUENTIAL
+    assert runtime.choice.measured.best(1024) is runtime.choice.measured.best(2048) is Mode.FUSED
+    after = (buffers.starts, buffers.lengths, buffers.slots, buffers.positions)
+    assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+    modes = {key[0]: key[2] for key in runtime.graphs._graphs}
+    assert {key[1] for key in runtime.graphs._graphs} == {16, REQUESTS}
+    assert 640 not in modes
+    assert {modes[size] for size in (1024, 1536, 2048)} == {Mode.FUSED}
+    assert all(found.graph is not None for found in runtime.graphs._graphs.values())
+    made = len(runtime.graphs)
+    warm_up.warm_up(runtime, tables, stock)  # vLLM captures many graphs of its own
+    assert (len(sizes), len(runtime.graphs)) == (3, made)
+    assert run(runtime, buffers, [2000]) is not None
+    assert runtime.steps.graphs == 1
+
+
+def test_the_step_in_which_it_is_measured_is_left_whole(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    runtime.graphs.rooms = (16, 32)  # vLLM takes more requests than graphs have room for
+    _, tables = buffers.step([20] * REQUESTS)
+    every = (buffers.ids, buffers.positions, buffers.starts, buffers.lengths, buffers.slots)
+    before = [buffer.clone() for buffer in every]
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 10.0})
+
+    def stock(rows: int) -> Any:
+        for buffer in every:  # as vLLM's dummy batches: to the end, whatever the rows
+            buffer.fill_(-rows)
+        return SimpleNamespace(rows=rows, ms=30.0)
+
+    warm_up.warm_up(runtime, tables, stock)
+    assert runtime.off is None
+    assert all(a.equal(b) for a, b in zip(before, every, strict=True))
+
+
+def test_an_engine_without_graphs_is_done_with_it_at_once() -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    runtime.graphs = None
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.warmed_up, "or every step would build its metadata twice"
+
+
+def test_no_kernel_waits_for_a_rank_that_is_not_there_yet(
+    clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    walked: list[int] = []  # before each of the ranks' meetings
+
+    def anywhere(true: bool, runtime: Any) -> bool:
+        walked.append(len(runtime.walk.eager))
+        return true
+
+    monkeypatch.setattr(warm_up, "_anywhere", anywhere)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert walked == [0, len(runtime.walk.eager)]
+    assert walked[1] > 0
+
+
+def test_a_kernel_that_gave_up_leaves_stock(clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+
+    def check(workspace: Any) -> None:
+        raise CollectiveError("a peer fell behind")
+
+    monkeypatch.setattr(warm_up, "check", check)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert (runtime.off, len(runtime.graphs)) == (Reason.ERROR, 0)
+
+
+@pytest.mark.parametrize(("plain", "mixture", "layers"), [(True, False, 2), (False, False, None), (True, True, None)])
+def test_before_a_capture_as_many_layers_run_as_differ(plain: bool, mixture: bool, layers: int | None) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    runtime.vllm_config = SimpleNamespace(quant_config=None if plain else object())
+    if mixture:
+        runtime.model = SimpleNamespace(layers=[SimpleNamespace(block_sparse_moe=object())] * 32)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is None
+    assert set(runtime.walk.layers) == {layers}
+
+
+@pytest.mark.parametrize(
+    ("requests", "length", "sizes", "made"),
+    [(2, 600, [640, 1024], 1280), (1, 700, [640], 768), (1, 100, [], None), (64, 40, [640, 1024, 2048], 2048)],
+)
+def test_no_step_is_larger_than_all_requests_at_their_longest(
+    requests: int, length: int, sizes: list[int], made: int | None
+) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED, max_length=length), Buffers()
+    runtime.max_requests = requests
+    runtime.graphs = Graphs(runtime, least_rows=513)
+    assert runtime.graphs.sizes == sizes
+    assert runtime.graphs._by_importance()[:1] == ([] if made is None else [made])
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is None
+    for cut, (starts, _) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
+        assert starts[-1] == min(cut.rows, requests * length), "as many real rows as there can be"
+
+
+def test_where_whole_graphs_serve_all_steps_none_is_made() -> None:
+    runtime = make_runtime()
+    assert Graphs(runtime, least_rows=MAX_ROWS + 1)._by_importance() == []
+
+
+def test_small_steps_are_measured_too_but_not_woven(clock: dict[Mode, float]) -> None:
+    runtime, buffers = small_runtime(), Buffers()
+    _, tables = buffers.step([7, 8])
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 8.0})
+    stock = {16: 6.0, 64: 6.0, 256: 7.0, 512: 4.0, 640: 10.0, 1024: 10.3, 2048: 30.0}
+    warm_up.warm_up(runtime, tables, stock_of(stock, []))
+    measured = runtime.choice.measured
+    assert measured is not None
+    assert "64 rows: 6.00 stock, 0.58 fused; 256 rows: 7.00 stock, 2.30 fused; 512 rows" in str(measured)
+    assert {rows: measured.best(rows) for rows in (16, 64, 128, 384, 512, 640, 2048)} == {
+        16: Mode.FUSED,
+        64: Mode.FUSED,
+        128: Mode.FUSED,
+        384: Mode.FUSED,
+        512: Mode.SEQUENTIAL,
+        640: Mode.WOVEN,
+        2048: Mode.WOVEN,
+    }
+    made = {key[0] for key in runtime.graphs._graphs}
+    assert {16, 64, 128, 640, 2048} <= made
+    assert 512 not in made
+
+
+def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    _, tables = buffers.step([7, 8])
+    assert [str(scheme) for scheme in runtime.choice.tried] == [
+        "4 / 2, qkv+gate_up limited",
+        "4 / 2, qkv+down limited, late",
+        "8 / 2, qkv+gate_up limited",
+        "8 / 2, qkv+down limited, late",
+        "8 / 1, none limited",
+    ]
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 9.5})
+    clock[1024, "8 / 1, none limited"] = 0.9  # 8.55 ms a 1000 rows
+    clock[2048, "4 / 2, qkv+down limited, late"] = 0.8
+    clock[640, "8 / 1, none limited"] = 0.5  # not tried there, but the nearest size's
+    warm_up.warm_up(runtime, tables, stock_of({640: 10.0, 1024: 10.3, 2048: 30.0}, []))
+    assert {size: str(scheme) for size, scheme in runtime.choice.schemes.items()} == {
+        1024: "8 / 1, none limited",
+        2048: "4 / 2, qkv+down limited, late",
+    }
+    plans = {rows: runtime.plan([], rows) for rows in (640, 1024, 1408, 1536, 2048, 4096)}
+    assert {plan.mode for plan in plans.values()} == {Mode.WOVEN}
+    assert {rows for rows, plan in plans.items() if not plan.gemm_sms and plan.ctas == 8} == {640, 1024, 1408}
+    assert {rows for rows, plan in plans.items() if plan.start_at and plan.ctas == 4} == {1536, 2048, 4096}
+    ctas = {key[0]: key[3] for key in runtime.graphs._graphs}
+    assert all(value in (8, 4) for value in ctas.values()), "what was only tried is dropped"
+    assert len({key for key in runtime.graphs._graphs if key[0] == 1024}) == len(runtime.graphs.rooms)
+
+
+def test_long_steps_are_measured_less_often(clock: dict[Any, float]) -> None:
+    runtime = make_runtime()
+    graphs = runtime.graphs
+    for ms, repeats, sizes in (
+        (20.0, 3, [640, 1024, 2048]),
+        (150.0, 2, [640, 1024, 2048]),
+        (400.0, 1, [640, 1024, 2048]),
+    ):
+        graphs._predicted_ms = lambda size, ms=ms: ms
+        assert (graphs._repeats(1024), graphs.sizes) == (repeats, sizes)
+    graphs._predicted_ms = lambda size: size / 2
+    assert graphs.sizes == [640]
+    assert graphs.scheme_sizes == []
+
+
+def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED, max_length=900), Buffers()
+    _, tables = buffers.step([7, 8])
+    warm_up.warm_up(runtime, tables, stock_of({}, []))
+    assert runtime.choice.measured is None  # the mode was given
+    for cut, (starts, lengths) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
+        counts = [b - a for a, b in itertools.pairwise(starts)]
+        assert sum(counts) == cut.rows
+        assert counts == lengths  # no context
+        assert max(counts) <= 900
+
+
+def test_an_error_at_the_start_leaves_stock_on_all_ranks() -> None:
+    runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
+
+    def broken(cut: Cut, row_count: torch.Tensor | None = None, layers: int | None = None) -> None:
+        raise RuntimeError("out of memory")
+
+    runtime.walk = broken
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is Reason.ERROR
+    assert len(runtime.graphs) == 0
+
+
+def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
+    monkeypatch.setattr(warm_up, "_anywhere", lambda true, runtime: True)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is Reason.ERROR
+    assert run(runtime, buffers, [1000]) is None or runtime.forward(Planned({}, None), None) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "least", "after_capture", "ours", "refused"),
+    [
+        (None, 1, True, 1.9, False),  # whole steps will tell
+        (None, 1, True, 2.1, True),
+        (None, 1, False, 1.1, True),
+        (Mode.FUSED, 1, True, 1.1, True),
+        (None, MAX_ROWS + 1, True, 1.1, True),  # vLLM replays every step as a graph of its own: none is measured
+        (None, MAX_ROWS + 1, True, 1.0, False),
+    ],
+)
+def test_a_slow_collective_is_refused_unless_whole_steps_decide(
+    mode: Mode | None, least: int, after_capture: bool, ours: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenweave.integrations.vllm import first_use
+
+    monkeypatch.setattr(first_use, "_warm_up", lambda device: None)
+    monkeypatch.setattr(first_use, "_microseconds", lambda call: 100 * ours if call.__name__ == "ours" else 100.0)
+    monkeypatch.setattr(first_use, "slowest", lambda times, group, device: times)
+    runtime = make_runtime(mode)
+    runtime.graphs = Graphs(runtime, least_rows=least)
+    runtime.compat.WARMS_UP_AFTER_CAPTURE = after_capture
+    runtime.device = torch.device("cpu")
+    runtime.residual, runtime.workspace.hidden, runtime.workspace.dtype = torch.zeros(4, 4), 4, torch.float32
+    assert (first_use.slower_collective(runtime) is not None) == refused
