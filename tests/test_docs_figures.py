@@ -198,6 +198,21 @@ def test_what_is_said_of_the_plugin_was_measured():
     ]
 
 
+def test_what_is_said_of_vllms_best_configuration_was_measured():
+    """docs/vllm.md, below the table."""
+    document = " ".join((ROOT / "docs" / "vllm.md").read_text("utf-8").split())
+    rows = json.loads((RESULTS / "h200x2-vllm-stock-llama-3.1-8b.json").read_text("utf-8"))["rows"]
+    ms = {(row["configuration"], row["tokens"]): f"{row['ms']:.1f}" for row in rows if row["phase"] == "prefill"}
+    sizes = (1024, 2048, 4096, 8192)
+    best = [ms["best", tokens] for tokens in sizes]
+    assert "took {} ms at 1024 tokens, {} at 2048, {} at 4096 and {} at 8192".format(*best) in document
+    latency = json.loads((RESULTS / "h200x2-vllm-check-llama-3.1-8b.json").read_text("utf-8"))["latency"]
+    auto = [f"{latency[str(tokens)]['auto']['ms']:.1f}" for tokens in sizes]
+    assert "auto, in the run above, {}, {}, {} and {}.".format(*auto) in document
+    assert f"{ms['best', 16]} ms at 16 tokens and {ms['best', 512]} at 512" in document
+    assert ms["default", 16] == ms["default", 512] == "15.1"
+
+
 def test_how_far_formulas_are_from_woven_steps_is_said():
     """docs/planning.md, below the tables: of the large models' steps, measured over predicted."""
     text = (ROOT / "docs" / "planning.md").read_text("utf-8")
