@@ -58,7 +58,6 @@ def _shown(path: Path) -> tuple[Planner, list[dict[str, Any]]]:
 
 
 def test_the_steps_in_the_readme_are_planned_as_they_are_today() -> None:
-    """README's Limits: all but those of one earlier run."""
     others = []
     for path in sorted(RESULTS.glob("h200x2-latency-[lmq]*.json")):
         planner, rows = _shown(path)
@@ -70,16 +69,31 @@ def test_the_steps_in_the_readme_are_planned_as_they_are_today() -> None:
                 limits = {"/".join(gemm): sms for gemm, sms in plan.gemm_sms.items()}
                 if (now, limits) != (then, measured["gemm_sms"]):
                     others.append((path.name, row["tokens"]))
-    assert others == [("h200x2-latency-qwen2.5-72b-16-layers.json", tokens) for tokens in (1024, 4096, 8192)]
+    assert others == []
 
 
-def test_a_mixtures_table_is_within_6_percent_where_formulas_are_not() -> None:
+def test_just_above_1024_tokens_a_table_promises_3_percent_each_time() -> None:
+    """docs/gpu-execution.md, "What limits it": measured were -1, 0 and 6 %."""
+    planner = _planner("Llama-3.1-8B")
+    for tokens in (1056, 1120, 1152):
+        predicted = planner.explain(tokens).predicted_ms
+        assert predicted["fused"] / predicted["woven"] == pytest.approx(1.03, abs=0.005)
+
+
+def test_a_mixtures_table_weaves_long_steps_alone() -> None:
+    """docs/gpu-execution.md, "Mixture of experts"."""
+    planner = _planner("Mixtral-8x7B", 16)
+    sizes = (1024, 2048, 4096, 8192, 9216, 10240, 16384)
+    assert [str(planner.plan(tokens).mode) for tokens in sizes] == ["fused"] * 5 + ["woven"] * 2
+
+
+def test_a_mixtures_table_is_within_7_percent_where_formulas_are_not() -> None:
     """docs/planning.md, "How far predictions are from measurements"."""
     planner, rows = _shown(RESULTS / "h200x2-latency-mixtral-8x7b-16-layers.json")
     predicted = {tokens: planner.explain(tokens).predicted_ms for tokens in (1024, 2048, 4096, 8192)}
     errors = [predicted[row["tokens"]][row["mode"]] / row["ms"] - 1 for row in rows if row["mode"] != "auto"]
     assert len(errors) == 16
-    assert max(map(abs, errors)) < 0.06
+    assert max(map(abs, errors)) < 0.07
     formulas = Planner(planner.model.config, mode="auto", costs=machine_of("h200", 2, "p2p"))
     promised = {tokens: formulas.explain(tokens).predicted_ms for tokens in predicted}
     assert [of["woven"] < of["fused"] for of in promised.values()] == [False, True, True, True]
