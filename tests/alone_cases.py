@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -253,7 +254,11 @@ def main() -> None:
     parser.add_argument("--plant", choices=tuple(MISTAKES))
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
+    parser.add_argument(
+        "--tell-after", type=float, default=60, help="seconds, after which it says every so often where it is"
+    )
     parsed = parser.parse_args()
+    faulthandler.dump_traceback_later(parsed.tell_after, repeat=True)
     if parsed.rank is not None:
         run_as_rank(parsed.rank, parsed.store)
         return

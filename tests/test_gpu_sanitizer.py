@@ -66,6 +66,10 @@ class Run:
 def _start(log: Path, tool: str, *arguments: str, gpus: int = 1) -> Run:
     ours = [word for name in KERNELS for word in ("--kernel-name", f"kernel_substring={name}")]
     options = ["--tool", tool, "--target-processes", "application-only", "--print-limit", "20"]
+    options += [
+        "--report-api-errors",
+        "no",
+    ]  # torch asks for memory that it may not get (fabric handles); ours are checked
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     path = os.pathsep.join([str(PROGRAM.parents[1] / "src"), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
     environment = {

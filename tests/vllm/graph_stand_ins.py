@@ -21,6 +21,7 @@ from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.requests import Rows
 from tokenweave.integrations.vllm.runtime import Runtime
 from tokenweave.integrations.vllm.step import Cut, Planned
+from tokenweave.integrations.vllm.ways import Ways
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning import Mode, Planner
 
@@ -61,15 +62,18 @@ class Graph:
 
 
 class Walks:
-    """In the place of :meth:`Runtime.walk`."""
+    """In the place of :meth:`Runtime.walk`: steps that were ``launched``, and what ran ``eager`` before a capture."""
 
     def __init__(self) -> None:
+        self.launched: list[Cut] = []
         self.eager: list[Cut] = []
         self.layers: list[int | None] = []
         self.layouts: list[tuple[list[int], list[int]]] = []
 
     def __call__(self, cut: Cut, row_count: torch.Tensor | None = None, layers: int | None = None) -> None:
-        assert row_count is not None
+        if row_count is None:
+            self.launched.append(cut)
+            return
         assert row_count.data_ptr() == cut.tables.query_start_loc[-1:].data_ptr()
         if Graph.capturing is not None:
             Graph.capturing.walked.append(cut)
@@ -100,7 +104,7 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     runtime.vllm_config = SimpleNamespace(quant_config=None)
     runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
     runtime.addresses = lambda: (1, 2)
-    runtime.walk = Walks()
+    runtime.walk, runtime.ways = Walks(), Ways(layers=32)
     runtime.graphs = Graphs(runtime, least_rows=513)
     return runtime
 

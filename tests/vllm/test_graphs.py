@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from graph_stand_ins import (
     Buffers,
-    Walks,
     make_runtime,
     planner,
     run,
@@ -15,6 +14,7 @@ from graph_stand_ins import (
 
 from tokenweave.integrations.vllm import graphs as module
 from tokenweave.integrations.vllm.choice import Choice
+from tokenweave.integrations.vllm.decide import plan_of
 from tokenweave.integrations.vllm.measured import Measured
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Rows
@@ -26,25 +26,23 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
 
 
-def test_a_new_size_runs_as_stock_then_launch_by_launch_then_as_a_graph() -> None:
+def test_a_step_gets_a_graph_that_later_steps_of_its_size_replay() -> None:
     runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
-    assert run(runtime, buffers, [1000]) is None
-    assert runtime.steps.reasons == {Reason.NEW_BUCKET: 1}
-    rows = run(runtime, buffers, [600, 390])  # the same size: 1024
+    rows = run(runtime, buffers, [600, 390])
     assert rows is not None
     assert rows.shape[0] == 990
-    assert (len(runtime.walk.eager), len(runtime.graphs), runtime.steps.graphs) == (1, 0, 0)
-    run(runtime, buffers, [1024])
+    assert (len(runtime.walk.eager), len(runtime.graphs), runtime.steps.graphs) == (1, 1, 1)
+    assert runtime.walk.layers == [2]  # before the capture
+    run(runtime, buffers, [1024])  # the same size
     run(runtime, buffers, [900])
-    assert (len(runtime.walk.eager), len(runtime.graphs), runtime.steps.graphs) == (1, 1, 2)
+    assert (len(runtime.walk.eager), len(runtime.graphs), runtime.steps.graphs) == (1, 1, 3)
     (found,) = runtime.graphs._graphs.values()
-    assert found.graph.replays == 2
+    assert found.graph.replays == 3
     (cut,) = found.graph.walked
     assert cut.rows == cut.tables.token_ids.shape[0] == 1024
     assert 0 < cut.plan.split < 897
     assert cut.tables.seq_lens.shape[0] == 16  # room for more requests than the steps had
     assert cut.tables.addresses() == buffers.step([1024])[1].addresses()
-    assert run(runtime, buffers, [896]) is None  # another size
     assert runtime.steps.rows == {Mode.WOVEN: 990 + 1024 + 900}
 
 
@@ -57,11 +55,11 @@ def test_small_steps_have_no_graph_and_large_ones_run_launch_by_launch(monkeypat
     assert runtime.graphs.rows_of(1025) is None
     assert run(runtime, buffers, [1100]) is None
     assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
-    monkeypatch.setattr("tokenweave.integrations.vllm.runtime.EAGER_ROWS", 1100)
-    monkeypatch.setattr(Walks, "__call__", lambda self, cut, row_count=None, layers=None: self.eager.append(cut))
+    monkeypatch.setattr("tokenweave.integrations.vllm.choice.EAGER_ROWS", 1100)
     assert run(runtime, buffers, [700, 400]) is not None
-    (cut,) = runtime.walk.eager
+    (cut,) = runtime.walk.launched
     assert (cut.rows, cut.longest_query, cut.longest_sequence) == (1100, 700, 700)
+    assert runtime.steps.graphs == 0
 
 
 def test_small_steps_have_graphs_where_vllm_replays_pieces() -> None:
@@ -71,7 +69,7 @@ def test_small_steps_have_graphs_where_vllm_replays_pieces() -> None:
     for _ in range(4):
         run(runtime, buffers, [20, 1, 1])
     assert len(runtime.graphs) == 1
-    assert runtime.steps.rows == {Mode.FUSED: 3 * 22}
+    assert runtime.steps.rows == {Mode.FUSED: 4 * 22}
     runtime.max_rows = 48
     assert [runtime.graphs.rows_of(rows) for rows in (20, 33, 48)] == [32, 48, 48]
 
@@ -88,13 +86,11 @@ def test_no_small_step_is_woven_unless_asked_for() -> None:
 def test_a_graph_with_more_room_serves_before_another_is_made() -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
     runtime.graphs.rooms = (2, 4, 8)
-    for _ in range(3):
-        run(runtime, buffers, [200] * 5)
+    run(runtime, buffers, [200] * 5)
     assert run(runtime, buffers, [500, 500]) is not None
     assert len(runtime.graphs._graphs) == 1
-    assert Reason.NEW_BUCKET not in runtime.steps.reasons or runtime.steps.reasons[Reason.NEW_BUCKET] == 1
     assert run(runtime, buffers, [100] * 9) is None
-    assert runtime.steps.reasons[Reason.EAGER_SLOWER] == 1
+    assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
 
 
 def test_more_requests_than_a_graph_has_room_for() -> None:
@@ -102,26 +98,25 @@ def test_more_requests_than_a_graph_has_room_for() -> None:
     runtime.graphs.rooms = (2, 3)
     assert run(runtime, buffers, [200] * 4) is None
     assert runtime.steps.reasons == {Reason.EAGER_SLOWER: 1}
-    run(runtime, buffers, [300] * 3)
-    run(runtime, buffers, [450] * 2)  # a graph of its own
-    assert runtime.steps.reasons[Reason.NEW_BUCKET] == 2
-    for _ in range(2):
-        run(runtime, buffers, [300] * 3)
-    (found,) = [found for found in runtime.graphs._graphs.values() if found.graph is not None]
-    assert found.cut.tables.seq_lens.shape[0] == 3
+    run(runtime, buffers, [450] * 2)
+    run(runtime, buffers, [300] * 3)  # a graph of its own
+    assert [found.room for found in runtime.graphs._graphs.values()] == [2, 3]
 
 
 def test_graphs_are_made_anew_when_the_cache_moves() -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
-    for _ in range(4):
-        run(runtime, buffers, [1000])
-    assert len(runtime.graphs) == 1
+    run(runtime, buffers, [1000])
+    run(runtime, buffers, [2000])
+    before = set(map(id, runtime.graphs._graphs.values()))
+    assert len(before) == 2
     runtime.addresses = lambda: (1, 3)
-    assert run(runtime, buffers, [1000]) is None
-    assert len(runtime.graphs) == 0
-    for _ in range(2):
-        run(runtime, buffers, [1000])
-    assert len(runtime.graphs) == 1
+    assert run(runtime, buffers, [1000]) is not None
+    (found,) = runtime.graphs._graphs.values()
+    assert id(found) not in before
+    assert found.addresses[-2:] == (1, 3)
+    runtime.addresses = lambda: (2, 3)
+    assert run(runtime, buffers, [700]) is not None  # nor does a larger one serve
+    assert [found.capacity for found in runtime.graphs._graphs.values()] == [768]
 
 
 def test_the_graph_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +124,8 @@ def test_the_graph_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
     for counts in ([1000], [1200], [1000], [1400], [1000]):
         run(runtime, buffers, counts)
-    assert [key[0] for key in runtime.graphs._graphs] == [1408, 1024]
-    assert len(runtime.graphs) == 1  # 1024 was captured in its third step
+    assert [found.capacity for found in runtime.graphs._graphs.values()] == [1408, 1024]
+    assert len(runtime.graphs) == 2
 
 
 def test_what_is_left_to_stock_is_not_launched_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +138,11 @@ def test_what_is_left_to_stock_is_not_launched_either(monkeypatch: pytest.Monkey
 
 def test_a_hazard_takes_the_fused_plan() -> None:
     runtime = make_runtime(Mode.WOVEN)
-    woven = runtime.plan([Rows("r", 1000, 0)], 1024)
+    woven = plan_of(runtime, [Rows("r", 1000, 0)], 1024)
     assert woven.mode is Mode.WOVEN
     runtime.requests.hazard = lambda step, cut: cut == woven.split
-    assert runtime.plan([Rows("r", 1000, 0)], 1024) == Plan(
-        Mode.FUSED, ctas=runtime.plan([], 1024).ctas, cluster=runtime.plan([], 1024).cluster
+    assert plan_of(runtime, [Rows("r", 1000, 0)], 1024) == Plan(
+        Mode.FUSED, ctas=plan_of(runtime, [], 1024).ctas, cluster=plan_of(runtime, [], 1024).cluster
     )
     assert runtime.steps.reasons[Reason.PREFIX_HAZARD] == 3
 
@@ -159,19 +154,21 @@ def test_decodes_alone_and_few_rows_after_long_contexts_run_as_stock() -> None:
     assert runtime.steps.reasons == {Reason.DECODES: 1}
     few = small_runtime(Mode.FUSED)
     few.prepare([Rows("r", 11, 200), Rows("s", 1, 300)], Buffers().step([11, 1])[1])
-    assert few.steps.reasons == {Reason.NEW_BUCKET: 1}  # little to attend to: a replay is worth more
+    assert not few.steps.reasons  # little to attend to: a replay is worth more
     few.prepare([Rows("r", 300, 9000)], Buffers().step([300])[1])
     assert few.steps.reasons[Reason.LONG_CONTEXT] == 1
     beside = [Rows(f"s{i}", 1, 6000) for i in range(30)]  # whose tiles fill the GPU meanwhile
     few.prepare([Rows("r", 300, 9000), *beside], Buffers().step([300, *[1] * 30])[1])
     assert few.steps.reasons[Reason.LONG_CONTEXT] == 1
-    assert runtime.prepare([Rows("r", 600, 20000)], tables) is None  # 19 tiles of rows, 4 key/value heads, 132 SMs ...
+    assert (
+        runtime.prepare([Rows("r", 600, 20000)], tables) is not None
+    )  # 19 tiles of rows, 4 key/value heads, 132 SMs ...
     assert Reason.LONG_CONTEXT not in runtime.steps.reasons  # ... are more than half
     assert runtime.prepare([Rows("r", 500, 20000)], tables) is None
     assert runtime.steps.reasons[Reason.LONG_CONTEXT] == 1
-    assert runtime.plan([Rows("r", 1000, 20000)], 1024).mode is Mode.FUSED  # as a whole it is enough
-    assert runtime.plan([Rows("r", 2000, 20000)], 2048).mode is Mode.WOVEN
-    assert runtime.plan([Rows("r", 1000, 2000)], 1024).mode is Mode.WOVEN
+    assert plan_of(runtime, [Rows("r", 1000, 20000)], 1024).mode is Mode.FUSED  # as a whole it is enough
+    assert plan_of(runtime, [Rows("r", 2000, 20000)], 2048).mode is Mode.WOVEN
+    assert plan_of(runtime, [Rows("r", 1000, 2000)], 1024).mode is Mode.WOVEN
 
 
 def test_quantised_models_are_not_cut_by_a_planner_that_knows_bf16() -> None:

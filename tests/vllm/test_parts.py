@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import random
@@ -311,3 +312,67 @@ def test_reasons_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert steps.line() == (
         "steps by mode: woven 2 steps / 2024 tokens (1 as graphs); as stock, by reason: cache_groups 3, whole_graph 1"
     )
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_split_gets_a_schedule_of_its_own_where_attention_takes_one(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends import fa_utils
+
+    from tokenweave.integrations.vllm.compat import v0_26
+
+    @dataclasses.dataclass
+    class Metadata:
+        num_actual_tokens: int = 90
+        max_query_len: int = 60
+        query_start_loc: Any = None
+        max_seq_len: int = 70
+        seq_lens: Any = None
+        block_table: Any = None
+        slot_mapping: Any = None
+        scheduler_metadata: Any = "the builder's"
+        max_num_splits: int = 32
+
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        fa_utils, "get_scheduler_metadata", lambda **given: asked.append(given) or "ours", raising=False
+    )
+    attention = SimpleNamespace(
+        impl=SimpleNamespace(vllm_flash_attn_version=version),
+        num_heads=16,
+        num_kv_heads=4,
+        head_size=128,
+        kv_cache_torch_dtype=torch.bfloat16,
+    )
+    starts, lengths = torch.tensor([0, 20, 50], dtype=torch.int32), torch.tensor([20, 40], dtype=torch.int32)
+    step = Metadata()
+    cut = v0_26.cut_metadata(
+        step,
+        attention=attention,
+        block_size=32,
+        tokens=50,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        block_table=torch.zeros(2, 3),
+        slot_mapping=torch.arange(50),
+        max_query_len=50,
+        max_seq_len=64,
+    )
+    assert (step.scheduler_metadata, step.num_actual_tokens) == ("the builder's", 90)
+    assert (cut.num_actual_tokens, cut.max_num_splits) == (50, 1)
+    if version != 3:
+        assert (cut.scheduler_metadata, asked) == (None, [])
+        return
+    assert cut.scheduler_metadata == "ours"
+    (given,) = asked
+    # What the call of attention will say of itself; a schedule for another call would be read wrongly.
+    assert (given["batch_size"], given["max_seqlen_q"], given["max_seqlen_k"]) == (
+        2,
+        cut.max_query_len,
+        cut.max_seq_len,
+    )
+    assert given["cu_seqlens_q"] is cut.query_start_loc
+    assert given["cache_seqlens"] is cut.seq_lens
+    assert (given["num_splits"], given["causal"], given["page_size"]) == (1, True, 32)
+    assert (given["num_heads_q"], given["num_heads_kv"], given["headdim"]) == (16, 4, 128)

@@ -19,11 +19,13 @@ from graph_stand_ins import (
 )
 
 from tokenweave.errors import CollectiveError
-from tokenweave.integrations.vllm import graphs as module
+from tokenweave.integrations.vllm import trials as module
 from tokenweave.integrations.vllm import warm_up
+from tokenweave.integrations.vllm.decide import plan_of
 from tokenweave.integrations.vllm.graphs import Graphs
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.step import Cut, Planned
+from tokenweave.integrations.vllm.trials import Trials
 from tokenweave.planning import Mode
 
 
@@ -33,12 +35,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_most_important_sizes_come_first() -> None:
-    graphs = small_runtime().graphs
-    sizes = graphs._by_importance()
+    trials = small_runtime().trials
+    sizes = trials._by_importance()
     assert sizes[:9] == [2048, 1024, 512, 256, 128, 64, 32, 16, 1536]
     assert sorted(sizes) == [16, 32, 64, *range(128, 2049, 128)]
-    assert [graphs._rooms_at_start(size) for size in (16, 64, 2048)] == [[16], [16, 64], [16, 64]]
-    assert make_runtime().graphs._by_importance()[:4] == [2048, 1024, 1536, 768]
+    assert [trials._rooms(size) for size in (16, 64, 2048)] == [[16], [16, 64], [16, 64]]
+    assert make_runtime().trials._by_importance()[:4] == [2048, 1024, 1536, 768]
 
 
 def stock_of(times: dict[int, float], sizes: list[int]) -> Any:
@@ -65,6 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
         return pace[plan.mode] * cut.rows / 1000 * pace.get((cut.rows, str(scheme)), 1.0)
 
     monkeypatch.setattr(module, "milliseconds", milliseconds)
+    monkeypatch.setattr(module, "launching_ms", lambda call, device: call() or pace.get("launching", 1.0))
     return pace
 
 
@@ -168,8 +171,8 @@ def test_no_step_is_larger_than_all_requests_at_their_longest(
     runtime, buffers = make_runtime(Mode.FUSED, max_length=length), Buffers()
     runtime.max_requests = requests
     runtime.graphs = Graphs(runtime, least_rows=513)
-    assert runtime.graphs.sizes == sizes
-    assert runtime.graphs._by_importance()[:1] == ([] if made is None else [made])
+    assert runtime.trials.sizes == sizes
+    assert runtime.trials._by_importance()[:1] == ([] if made is None else [made])
     warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert runtime.off is None
     for cut, (starts, _) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
@@ -178,7 +181,7 @@ def test_no_step_is_larger_than_all_requests_at_their_longest(
 
 def test_where_whole_graphs_serve_all_steps_none_is_made() -> None:
     runtime = make_runtime()
-    assert Graphs(runtime, least_rows=MAX_ROWS + 1)._by_importance() == []
+    assert Trials(runtime, Graphs(runtime, least_rows=MAX_ROWS + 1))._by_importance() == []
 
 
 def test_small_steps_are_measured_too_but_not_woven(clock: dict[Mode, float]) -> None:
@@ -223,7 +226,7 @@ def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
         1024: "8 / 1, none limited",
         2048: "4 / 2, qkv+down limited, late",
     }
-    plans = {rows: runtime.plan([], rows) for rows in (640, 1024, 1408, 1536, 2048, 4096)}
+    plans = {rows: plan_of(runtime, [], rows) for rows in (640, 1024, 1408, 1536, 2048, 4096)}
     assert {plan.mode for plan in plans.values()} == {Mode.WOVEN}
     assert {rows for rows, plan in plans.items() if not plan.gemm_sms and plan.ctas == 8} == {640, 1024, 1408}
     assert {rows for rows, plan in plans.items() if plan.start_at and plan.ctas == 4} == {1536, 2048, 4096}
@@ -234,17 +237,17 @@ def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
 
 def test_long_steps_are_measured_less_often(clock: dict[Any, float]) -> None:
     runtime = make_runtime()
-    graphs = runtime.graphs
+    trials = runtime.trials
     for ms, repeats, sizes in (
         (20.0, 3, [640, 1024, 2048]),
         (150.0, 2, [640, 1024, 2048]),
         (400.0, 1, [640, 1024, 2048]),
     ):
-        graphs._predicted_ms = lambda size, ms=ms: ms
-        assert (graphs._repeats(1024), graphs.sizes) == (repeats, sizes)
-    graphs._predicted_ms = lambda size: size / 2
-    assert graphs.sizes == [640]
-    assert graphs.scheme_sizes == []
+        trials._predicted_ms = lambda size, ms=ms: ms
+        assert (trials._repeats(1024), trials.sizes) == (repeats, sizes)
+    trials._predicted_ms = lambda size: size / 2
+    assert trials.sizes == [640]
+    assert trials.scheme_sizes == []
 
 
 def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]) -> None:

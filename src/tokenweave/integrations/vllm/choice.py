@@ -9,6 +9,8 @@ from tokenweave.integrations.vllm.measured import Measured
 from tokenweave.planning import Mode, Plan, Planner
 from tokenweave.planning.plan import Scheme
 
+EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them, as a rule
+
 
 class Choice:
     """What decides about steps; the same on all ranks.
@@ -74,6 +76,24 @@ class Choice:
         if not self.schemes:
             return None
         return self.schemes[min(self.schemes, key=lambda size: abs(math.log(size / rows)))]
+
+    def ms(self, rows: int, plan: Plan) -> float:
+        """Expected, of a step as a graph."""
+        if self._measured is not None:
+            return self._measured.ms(plan.mode, rows)
+        return self.planner.plan_us(rows, plan) / 1e3
+
+    def launched_ms(self, rows: int, plan: Plan) -> float:
+        """Expected, of a step that is launched kernel by kernel; infinite where the host is not known to keep up."""
+        if self._measured is not None:
+            return self._measured.launched_ms(plan.mode, rows)
+        return self.ms(rows, plan) if rows >= EAGER_ROWS else math.inf
+
+    def stock_ms(self, rows: int) -> float:
+        """Measured, of a step as stock; infinite where that is out of the question: a mode was given, or nothing measured."""
+        if self._mode is not None or self._measured is None:
+            return math.inf
+        return self._measured.ms(Mode.SEQUENTIAL, rows)
 
     def plan(self, rows: int, *, allow_woven: bool = True) -> Plan:
         """The plan of a step of so many rows; ``SEQUENTIAL`` is stock vLLM.

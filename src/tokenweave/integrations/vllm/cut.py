@@ -59,6 +59,8 @@ def split_tables(
     A request that is cut has, in the prefix, fewer positions by its rows in the suffix: attention aligns its last row with
     its last position.
     """
+    if start == 0 and stop is None:
+        return query_start_loc, seq_lens
     if stop is not None:
         queries = query_start_loc[1:] - query_start_loc[:-1]
         behind = torch.minimum((query_start_loc[1:] - stop).clamp_(min=0), queries)

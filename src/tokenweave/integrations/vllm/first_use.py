@@ -58,7 +58,8 @@ def slower_collective(runtime: Runtime) -> str | None:
     mine, theirs = slowest([[statistics.median(seen)] for seen in times], workspace.group, device)
     runtime.residual.zero_()
     told = f"{rows} rows took {mine[0]:.0f} us, and vLLM's all-reduce and norm {theirs[0]:.0f}"
-    measured = runtime.graphs is not None and runtime.compat.WARMS_UP_AFTER_CAPTURE and runtime.graphs.measures_modes
+    trials = runtime.trials
+    measured = trials is not None and runtime.compat.WARMS_UP_AFTER_CAPTURE and trials.measures_modes
     if mine[0] > theirs[0] * (MARGIN_MEASURED if measured else MARGIN):
         return told
     if runtime.steps.first_rank:

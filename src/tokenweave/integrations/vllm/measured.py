@@ -24,6 +24,7 @@ SIZES = (16, 64, 256, 512, 640, 1024, 2048, 4096, 8192)  # rows
 WOVEN_ROWS = 512  # smaller steps are not woven: halves of a tile each
 SCHEME_SIZES = (1024, 2048)  # rows of the steps in which schemes are compared
 REPEATS = 3
+HOST_MARGIN = 1.25  # the process that launches a step also prepares the next one
 LONG_MS = 100.0  # a step that is predicted to take longer is not repeated as often
 MOST_MS = (
     500.0  # sizes that are predicted to take longer are not measured: they would cost more of the start than they tell
@@ -36,19 +37,37 @@ class Measured:
 
     Attributes:
         rows: ascending.
-        stock, fused, woven: of each size, by the slowest rank; infinite where it was not measured.
+        stock, fused, woven: of each size, by the slowest rank; infinite where it was not measured. The latter two as graphs.
+        launching: what the host takes to launch a fused and a woven step kernel by kernel, whatever its rows.
     """
 
     rows: tuple[int, ...]
     stock: tuple[float, ...]
     fused: tuple[float, ...]
     woven: tuple[float, ...]
+    launching: tuple[float, float] = (math.inf, math.inf)
 
     @classmethod
-    def of(cls, rows: Sequence[int], times: Sequence[Sequence[float]]) -> Measured:
-        """From (stock, fused, woven) of each size."""
+    def of(cls, rows: Sequence[int], times: Sequence[Sequence[float]], launching: Sequence[float]) -> Measured:
+        """From (stock, fused, woven) of each size, and the host's (fused, woven)."""
         stock, fused, woven = zip(*times, strict=True)
-        return cls(tuple(rows), stock, fused, woven)
+        return cls(tuple(rows), stock, fused, woven, (launching[0], launching[1]))
+
+    def ms(self, mode: Mode, rows: int) -> float:
+        """Of a step, as a graph unless it is stock's (``SEQUENTIAL``). Between sizes it is interpolated over logarithms; beyond
+        the last it grows with the rows, and before the first it is that one's."""
+        times = {Mode.SEQUENTIAL: self.stock, Mode.FUSED: self.fused, Mode.WOVEN: self.woven}[mode]
+        known = [(n, ms) for n, ms in zip(self.rows, times, strict=True) if ms < math.inf]
+        if not known:
+            return math.inf
+        sizes, values = zip(*known, strict=True)
+        inside = math.exp(float(np.interp(np.log(rows), np.log(sizes), np.log(values))))
+        return inside * max(1.0, rows / sizes[-1])
+
+    def launched_ms(self, mode: Mode, rows: int) -> float:
+        """Of a fused or woven step that is launched kernel by kernel."""
+        host = dict(zip((Mode.FUSED, Mode.WOVEN), self.launching, strict=True))[mode]
+        return max(self.ms(mode, rows), host * HOST_MARGIN)
 
     def best(self, rows: int, *, allow_woven: bool = True) -> Mode:
         """The fastest mode for a step; ``SEQUENTIAL`` is stock. Between sizes, and beyond them, shares of stock's time are
@@ -74,7 +93,8 @@ class Measured:
         for n, *times in zip(self.rows, self.stock, self.fused, self.woven, strict=True):
             named = zip(times, ("stock", "fused", "woven"), strict=True)
             texts.append(f"{n} rows: " + ", ".join(f"{ms:.2f} {name}" for ms, name in named if ms < math.inf))
-        return "; ".join(texts)
+        fused, woven = self.launching
+        return "; ".join([*texts, f"to launch one: {fused:.1f} fused, {woven:.1f} woven"])
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -88,6 +108,18 @@ def milliseconds(call: Callable[[], object], device: torch.device, repeats: int)
         torch.cuda.synchronize(device)
         times.append((time.perf_counter() - began) * 1e3)
     return statistics.median(times[1:])
+
+
+def launching_ms(call: Callable[[], object], device: torch.device) -> float:
+    """What the host takes for a call that launches kernels, the least of some, none of which waits for the GPU."""
+    times = []
+    for _ in range(REPEATS + 1):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - began) * 1e3)
+    torch.cuda.synchronize(device)
+    return min(times)
 
 
 def slowest(

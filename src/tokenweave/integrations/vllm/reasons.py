@@ -42,7 +42,7 @@ class Reason(str, Enum):
     PLANNER = "the planner expects no gain"
     CACHE_GROUPS = "layers have different kinds of cache"
     INPUT_EMBEDS = "the inputs are embeddings"
-    NEW_BUCKET = "the first step of its size: a graph is made later"
+    NEW_BUCKET = "a step of a size that came rarely so far: no graph is made yet, and stock is the fastest without"
     EAGER_SLOWER = "too few rows to run without a graph"
     # No cut, but the step may still be fused.
     PREFIX_HAZARD = "a request reads cache blocks that a later row of the same step writes"

@@ -14,31 +14,26 @@ import torch.distributed as dist
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import beside
 from tokenweave.execution import check, collective_of, overlap_of
-from tokenweave.integrations.vllm.choice import Choice
+from tokenweave.integrations.vllm.choice import EAGER_ROWS, Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
+from tokenweave.integrations.vllm.decide import decide
 from tokenweave.integrations.vllm.graphs import TILE, Graphs
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Requests, Rows
 from tokenweave.integrations.vllm.step import Cut, Planned, Step
+from tokenweave.integrations.vllm.trials import Trials
 from tokenweave.integrations.vllm.walk import Inputs, attentions, stages_of
+from tokenweave.integrations.vllm.ways import Ways
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream, Overlap
-from tokenweave.planning import Mode, Plan, Planner, asked_mode
+from tokenweave.planning import Mode, Planner, asked_mode
 from tokenweave.planning.machine import machine_of
 from tokenweave.stages import Split, Stage
 from tokenweave.tuning import agreed_profile
 from tokenweave.weave import run_stages
 
 log = logging.getLogger("vllm.tokenweave")
-
-EAGER_ROWS = 4096  # from so many rows on the host issues a step's launches faster than the GPU runs them
-DECODE_ROWS = 16  # of a request, up to which FlashAttention packs query heads into a tile; ours plan for long prompts
-DECODE_POSITIONS = 16384  # of all requests, up to which that costs less than launching what a graph replays
-LONG_CONTEXT = 16384  # positions, from which on stock's attention splits them where rows alone don't fill the GPU
-FEW_ROWS = 512  # up to so many stock's attention may split them in 32, and a long context costs ours more than ...
-LONG_CONTEXT_OF_FEW = 8192  # ... so many positions are worth
-BUSY = 0.5  # of the SMs, on average while the longest request's tiles run: less is what splitting would save
 
 
 class Runtime:
@@ -55,7 +50,8 @@ class Runtime:
 
     Attributes:
         off: why everything runs as stock from now on, or None.
-        choice: decides about steps.
+        choice: which mode is the fastest for a step.
+        ways: how a step runs whose graph is not made.
         requests: that are live.
         graphs: of this rank; None where steps run launch by launch.
 
@@ -101,6 +97,7 @@ class Runtime:
         self.choice = Choice(planner, mode, plain=plain)
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
+        self.ways = Ways(numbers.layers)
         self.warmed_up = False
 
     @functools.cached_property
@@ -118,6 +115,11 @@ class Runtime:
         """Whether layers are alike, and no row meets another but in attention. Not so where weights are quantised (some layers
         may not be, one scale may be that of all rows) and in mixtures of experts (whose kernels set up on their first run)."""
         return self.vllm_config.quant_config is None and not hasattr(self.model.layers[0], "block_sparse_moe")
+
+    @property
+    def trials(self) -> Trials | None:
+        """What is run as the engine starts; None where there are no graphs."""
+        return None if self.graphs is None else Trials(self, self.graphs)
 
     def addresses(self) -> tuple[int, ...]:
         """Of what a graph reads besides the runner's buffers, as far as vLLM may move it."""
@@ -140,77 +142,21 @@ class Runtime:
         """Sets the mode of all further steps, on every rank at the same step: ``"auto"``, a mode, or None for auto."""
         self.choice.mode = None if mode is None else asked_mode(mode)
 
-    def plan(self, step: Sequence[Rows], capacity: int) -> Plan | None:
-        """Fused, woven, or None where stock is expected to be as fast.
-
-        Args:
-            step: its requests' rows, in order.
-            capacity: rows that will be computed, of which the last may be padding.
-        """
-        plan = self.choice.plan(capacity)
-        if plan.split is not None and self.requests.hazard(step, plan.split):
-            self.steps.count(Reason.PREFIX_HAZARD)
-            plan = self.choice.plan(capacity, allow_woven=False)
-        if plan.split is not None and not self._fills_gpu(step, min(plan.split, capacity - plan.split)):
-            plan = self.choice.plan(capacity, allow_woven=False)
-        return None if plan.mode is Mode.SEQUENTIAL else plan
-
-    def _fills_gpu(self, step: Sequence[Rows], rows: int) -> bool:
-        """Whether attention of so many rows of the step keeps the GPU busy for about as long as its longest request takes.
-
-        Ours does not split a tile's positions over SMs, stock's does where there are few tiles.
-        """
-        total = sum(request.tokens for request in step)
-        longest = max((request.context + request.tokens for request in step), default=0)
-        if self.device.type != "cuda" or longest < (LONG_CONTEXT_OF_FEW if total <= FEW_ROWS else LONG_CONTEXT):
-            return True
-        attention = next(attentions(self.model))
-        group = attention.num_heads // attention.num_kv_heads  # query heads share a tile with their rows
-        work = sum(-(-r.tokens * group // TILE) * (r.context + r.tokens) for r in step) * attention.num_kv_heads
-        return work * rows / total >= BUSY * longest * self.choice.planner.model.gpu.sms
-
     def prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
-        """Plans a step that stock vLLM would launch kernel by kernel or piece by piece; None, with the reason counted, if stock
-        runs it."""
+        """Decides about a step that stock vLLM would launch kernel by kernel or piece by piece; None, with the reason counted, if
+        stock runs it."""
         try:
-            return self._prepare(step, tables)
+            decided = decide(self, step, tables)
         except Exception as error:  # whatever it is: vLLM goes on
             log.exception("TokenWeave: a step could not be planned")
             self.turn_off(Reason.ERROR, str(error))
             return None
         finally:
             self.requests.planned(step)
-
-    def _prepare(self, step: Sequence[Rows], tables: Tables) -> Step | None:
-        if problem := self.compat.metadata_problem(tables.metadata, next(attentions(self.model))):
-            self.turn_off(Reason.ATTENTION_BACKEND, problem)
+        if isinstance(decided, Reason):
+            self.steps.count(decided)
             return None
-        rows = sum(request.tokens for request in step)
-        if self.device.type == "cuda" and _decodes(step):
-            self.steps.count(Reason.DECODES)
-            return None
-        if not self._fills_gpu(step, rows):
-            self.steps.count(Reason.LONG_CONTEXT)
-            return None
-        capacity = None if self.graphs is None else self.graphs.rows_of(rows)
-        plan = self.plan(step, capacity or rows)
-        if plan is None or (plan.split is not None and plan.split >= rows):
-            self.steps.count(Reason.PLANNER)
-            return None
-        longest = max(request.context + request.tokens for request in step)
-        cut = Cut(plan, rows, tables, max(request.tokens for request in step), longest)
-        found = None if self.graphs is None or capacity is None else self.graphs.find(cut, capacity, len(step))
-        if found is not None:
-            found.uses += 1
-            if found.graph is None and found.uses < 2:
-                self.steps.count(Reason.NEW_BUCKET)
-                return None
-            return Step(cut, found)
-        least = EAGER_ROWS if self.graphs is None else max(EAGER_ROWS, self.graphs.least_rows)
-        if self.device.type == "cuda" and rows < least:
-            self.steps.count(Reason.EAGER_SLOWER)
-            return None
-        return Step(cut)
+        return decided
 
     def forward(self, metadata: Any, inputs_embeds: torch.Tensor | None) -> torch.Tensor | None:
         """Runs the planned step of this forward pass, if there is one.
@@ -226,16 +172,15 @@ class Runtime:
         step = metadata.step
         try:
             check(self.workspace)
-            replayed = False
             if step.graph is None or self.graphs is None:
                 self.walk(step.cut)
             else:
-                replayed = self.graphs.run(step.graph, step.cut.tables.metadata)
+                self.graphs.run(step.graph, step.cut.tables.metadata)
         except Exception as error:  # whatever it is: keys and values are written again, and vLLM goes on
             log.exception("TokenWeave: a step failed")
             self.turn_off(Reason.ERROR, str(error))
             return None
-        self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=replayed)
+        self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=step.graph is not None)
         return self.workspace.buffer(step.cut.rows)
 
     @torch.inference_mode()
@@ -275,6 +220,8 @@ class Runtime:
         starts, lengths = split_tables(tables.query_start_loc, tables.seq_lens, start, None if stop == whole else stop)
         metadata = self.compat.cut_metadata(
             tables.metadata,
+            attention=next(attentions(self.model)),
+            block_size=self.vllm_config.cache_config.block_size,
             tokens=tokens,
             query_start_loc=starts,
             seq_lens=lengths,
@@ -315,10 +262,3 @@ class Runtime:
         config = self.vllm_config.compilation_config
         whole = config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
         return (config.max_cudagraph_capture_size or 0) + 1 if whole or not self.compat.WARMS_UP_AFTER_CAPTURE else 1
-
-
-def _decodes(step: Sequence[Rows]) -> bool:
-    """Whether attention of such a step is much faster with a kernel for few rows a request."""
-    if max(request.tokens for request in step) > DECODE_ROWS:
-        return False
-    return sum(request.context + request.tokens for request in step) > DECODE_POSITIONS

@@ -27,27 +27,29 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
     Args:
         stock: rows -> vLLM's own step of as many, on the same buffers.
     """
-    graphs, choice = runtime.graphs, runtime.choice
+    graphs, trials, choice = runtime.graphs, runtime.trials, runtime.choice
     if runtime.warmed_up or runtime.off is not None:
         return
     runtime.warmed_up = True
-    if graphs is None:
+    if graphs is None or trials is None:
         return
     _anywhere(False, runtime)  # all are here: a rank may capture for longer than our kernels wait for a peer
     began = time.perf_counter()
-    if choice.mode in (None, Mode.WOVEN) and graphs.scheme_sizes:
-        times = _together(runtime, lambda: graphs.time_schemes(tables))
+    if choice.mode in (None, Mode.WOVEN) and trials.scheme_sizes:
+        times = _together(runtime, lambda: trials.time_schemes(tables))
         if times is None:
             return
-        _choose_schemes(runtime, graphs.scheme_sizes, slowest(times, runtime.workspace.group, runtime.device))
-    if graphs.measures_modes:
-        times = _together(runtime, lambda: graphs.time_modes(tables, stock))
-        if times is None:
+        _choose_schemes(runtime, trials.scheme_sizes, slowest(times, runtime.workspace.group, runtime.device))
+    if trials.measures_modes:
+        timed = _together(runtime, lambda: (trials.time_modes(tables, stock), trials.time_launching(tables)))
+        if timed is None:
             return
-        choice.measured = Measured.of(graphs.sizes, slowest(times, runtime.workspace.group, runtime.device))
+        group, device = runtime.workspace.group, runtime.device
+        modes, (launching,) = slowest(timed[0], group, device), slowest([timed[1]], group, device)
+        choice.measured = Measured.of(trials.sizes, modes, launching)
         if runtime.steps.first_rank:
             log.info("TokenWeave: ms of a step: %s", choice.measured)
-    _together(runtime, lambda: graphs.make_at_start(tables, len(runtime.model.layers)))
+    _together(runtime, lambda: trials.make_graphs(tables))
     if runtime.steps.first_rank:
         log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
 

@@ -44,6 +44,8 @@ def flash_version(layer: Any) -> int:
 def cut_metadata(
     metadata: Any,
     *,
+    attention: Any,
+    block_size: int,
     tokens: int,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,

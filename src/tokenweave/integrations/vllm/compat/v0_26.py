@@ -126,6 +126,8 @@ def flash_version(layer: Any) -> int:
 def cut_metadata(
     metadata: Any,
     *,
+    attention: Any,
+    block_size: int,
     tokens: int,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -136,9 +138,30 @@ def cut_metadata(
 ) -> Any:
     """A copy of a step's metadata for some of its rows.
 
-    FlashAttention-3 makes its schedule on the device in each call where none is given; the builder's own buffer, which
-    stock steps use, is not touched. One split of K/V: more would need scratch memory sized by the heuristics of the call.
+    One split of K/V: more would need scratch memory sized by the heuristics of the call. FlashAttention-3's schedule is made
+    here, on the device, once for all layers; the builder's own buffer, which stock steps use, is not touched.
+
+    Args:
+        attention: any of the model's attention layers. block_size: positions in a block of the cache.
     """
+    schedule = None
+    if flash_version(attention) == 3:
+        from vllm.v1.attention.backends.fa_utils import get_scheduler_metadata
+
+        schedule = get_scheduler_metadata(
+            batch_size=seq_lens.shape[0],
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_seq_len,
+            num_heads_q=attention.num_heads,
+            num_heads_kv=attention.num_kv_heads,
+            headdim=attention.head_size,
+            cache_seqlens=seq_lens,
+            qkv_dtype=attention.kv_cache_torch_dtype,
+            cu_seqlens_q=query_start_loc,
+            page_size=block_size,
+            causal=True,
+            num_splits=1,
+        )
     return dataclasses.replace(
         metadata,
         num_actual_tokens=tokens,
@@ -148,6 +171,6 @@ def cut_metadata(
         seq_lens=seq_lens,
         block_table=block_table,
         slot_mapping=slot_mapping,
-        scheduler_metadata=None,
+        scheduler_metadata=schedule,
         max_num_splits=1,
     )
