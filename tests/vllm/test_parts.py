@@ -95,7 +95,7 @@ def test_what_was_cached_before_is_no_hazard() -> None:
     step = [Rows("reader", 2, 64), Rows("writer", 100, 0)]
     assert not live.hazard(step, 40)  # tokens behind the cut differ: those blocks are not the reader's
     assert live.hazard(step, 20)
-    live.planned(step)
+    live.planned([rows.request for rows in step])
     assert not live.hazard([Rows("reader", 2, 66), Rows("writer", 100, 100)], 20)  # the next step: all is written
 
 

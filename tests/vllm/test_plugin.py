@@ -55,7 +55,7 @@ def aborted(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, An
         runtime.use(mode)
         llm.reset_prefix_cache()
         found[mode] = harness.generate_with_aborts(llm, prompts, {"0": 2, "4": 3, "6": 6}, max_tokens)
-    found["left"] = len(runtime.requests._requests)
+    found["left"] = len(runtime.requests._prompts)
     return found
 
 

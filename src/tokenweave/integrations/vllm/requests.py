@@ -21,17 +21,12 @@ class Rows:
     context: int
 
 
-@dataclass
-class _Request:
-    prompt: Sequence[int]
-    cached: int  # tokens found in the prefix cache; 0 once its first step is planned
-
-
 class Requests:
     """The live requests of one rank. All ranks hear of them in the same order and know the same."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _Request] = {}
+        self._prompts: dict[str, Sequence[int]] = {}
+        self._cached: dict[str, int] = {}  # tokens found in the prefix cache, until the first step is planned
 
     def add(self, request: str, prompt: Sequence[int], cached: int) -> None:
         """A request starts, or starts again after a preemption.
@@ -40,15 +35,20 @@ class Requests:
             prompt: all token ids known so far.
             cached: how many of them the prefix cache holds (or will, by the end of this step).
         """
-        self._requests[request] = _Request(prompt, cached)
+        self._prompts[request] = prompt
+        if cached:
+            self._cached[request] = cached
+        else:
+            self._cached.pop(request, None)
 
     def remove(self, request: str) -> None:
         """It ended; unknown names are ignored."""
-        self._requests.pop(request, None)
+        self._prompts.pop(request, None)
+        self._cached.pop(request, None)
 
     def known(self, request: str) -> bool:
         """Whether it was added; vLLM's dummy runs have names that were not."""
-        return request in self._requests
+        return request in self._prompts
 
     def hazard(self, step: Sequence[Rows], cut: int) -> bool:
         """Whether a row before ``cut`` may read a cache block that a row behind it writes.
@@ -59,7 +59,7 @@ class Requests:
         """
         first, readers, writers = 0, [], []
         for rows in step:
-            if rows.request in self._requests and self._requests[rows.request].cached and first < cut:
+            if rows.request in self._cached and first < cut:
                 readers.append(rows)
             written = min(rows.tokens, first + rows.tokens - cut)
             if written > 0:
@@ -71,18 +71,17 @@ class Requests:
         """Whether the positions from ``begin`` on that ``writer`` writes may be ones that ``reader`` found cached."""
         if reader.request == writer.request:
             return False
-        mine = self._requests[reader.request]
-        if begin >= min(writer.context + writer.tokens, mine.cached):
+        if begin >= min(writer.context + writer.tokens, self._cached[reader.request]):
             return False
-        other = self._requests.get(writer.request)
+        mine, other = self._prompts[reader.request], self._prompts.get(writer.request)
         if other is None:
             return True
         # Blocks are shared only where everything up to their end is equal. Tokens past a prompt are not known here.
-        known = min(begin + 1, len(other.prompt))
-        return list(other.prompt[:known]) == list(mine.prompt[:known])
+        known = min(begin + 1, len(other))
+        return list(other[:known]) == list(mine[:known])
 
-    def planned(self, step: Iterable[Rows]) -> None:
-        """The step is on its way: what its requests found cached is written by now, or in it."""
-        for rows in step:
-            if (request := self._requests.get(rows.request)) is not None:
-                request.cached = 0
+    def planned(self, requests: Iterable[str]) -> None:
+        """A step of these is on its way: what they found cached is written by now, or in it."""
+        if self._cached:  # not so in most steps, of which decoding makes hundreds a second
+            for request in requests:
+                self._cached.pop(request, None)

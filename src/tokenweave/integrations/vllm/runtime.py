@@ -152,7 +152,7 @@ class Runtime:
             self.turn_off(Reason.ERROR, str(error))
             return None
         finally:
-            self.requests.planned(step)
+            self.requests.planned(rows.request for rows in step)
         if isinstance(decided, Reason):
             self.steps.count(decided)
             return None

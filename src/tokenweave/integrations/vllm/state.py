@@ -62,23 +62,26 @@ def state_class(on: bool) -> type:
             metadata, runtime = stock(), self._runtime
             if runtime.off is not None or for_capture:
                 return metadata
-            step = _rows(input_batch)
-            if not all(runtime.requests.known(rows.request) for rows in step):
+            whole = cudagraph_mode == CUDAGraphMode.FULL
+            first = runtime.compat.WARMS_UP_AFTER_CAPTURE and not runtime.warmed_up
+            if not any(map(runtime.requests.known, input_batch.req_ids[:1])):  # then none is
                 reason = Reason.DUMMY
+            elif whole and not first:  # decoding: hundreds of steps a second, of hundreds of requests
+                reason = Reason.WHOLE_GRAPH
             elif (tables := _tables(input_batch, block_tables, slot_mappings, metadata)) is None:
                 reason = Reason.CACHE_GROUPS
             else:
-                if not runtime.warmed_up and runtime.compat.WARMS_UP_AFTER_CAPTURE:
+                if first:
                     warm_up(runtime, tables, functools.partial(self._stock_step, tables, input_batch, args))
                     metadata = stock()  # its builder's buffers were used meanwhile
                     tables = dataclasses.replace(tables, metadata=next(iter(metadata.values())))
                     if runtime.off is not None:
                         return metadata
-                if cudagraph_mode != CUDAGraphMode.FULL:
-                    planned = runtime.prepare(step, tables)
+                if not whole:
+                    planned = runtime.prepare(_rows(input_batch), tables)
                     return metadata if planned is None else Planned(metadata, planned)
                 reason = Reason.WHOLE_GRAPH
-            runtime.requests.planned(step)
+            runtime.requests.planned(input_batch.req_ids)
             runtime.steps.count(reason)
             return metadata
 
