@@ -59,11 +59,6 @@ def test_what_the_readme_says_of_its_tables_is_so():
     gains = [float(gain) for gain in re.findall(r"\| \w+ ([\d.]+),", readme_tables.gains(RESULTS))]
     assert len(gains) == 22
     assert (min(gains), max(gains)) == (1.02, 1.18)
-    in_vllm = json.loads((RESULTS / "h200x2-vllm-check-llama-3.1-8b.json").read_text("utf-8"))["latency"]
-    auto = {int(tokens): round(modes["auto"]["speedup"], 2) for tokens, modes in in_vllm.items()}
-    assert (min(auto.values()), auto[512]) == (0.98, 0.98)
-    assert {gain for tokens, gain in auto.items() if tokens >= 2048} == {1.13, 1.14, 1.15}
-    assert min(gain for tokens, gain in auto.items() if 512 < tokens < 2048) > 1.15
 
 
 def _modes_chosen(file: str) -> dict[int, str]:
@@ -248,42 +243,6 @@ def test_what_chains_beside_a_collective_were_worth_is_measured():
         "choice"
     ]
     assert (round(by_parts["median"], 3), round(by_parts["largest"], 3)) == (0.035, 0.134)
-
-
-def test_what_is_said_of_the_plugin_was_measured():
-    """docs/vllm.md, "How"."""
-    result = json.loads((RESULTS / "h200x2-vllm-check-llama-3.1-8b.json").read_text("utf-8"))
-    document = (ROOT / "docs" / "vllm.md").read_text("utf-8")
-    for tokens in ("512", "768", "1024", "1536", "2048", "4096", "8192"):
-        modes = result["latency"][tokens]
-        of_start = result["step_ms_at_start"].get(tokens)
-        last = "" if of_start is None else ", ".join(f"{of_start[mode]:.2f}" for mode in ("stock", "fused", "woven"))
-        gain = f"{modes['auto']['speedup']:.2f} ± {modes['auto']['interval']:.2f}"
-        row = f"| {tokens} | {modes['stock']['ms']:.1f} | {gain} | {last} |"
-        assert row.replace("|  |", "| |") in document
-    compared = result["layouts"]
-    shares = [round(100 * compared[mode]["equal_tokens"]) for mode in ("stock", "fused", "woven")]
-    assert shares == [88, 89, 91]
-    assert [round(compared[mode]["largest_logprob_difference"], 2) for mode in ("stock", "fused", "woven")] == [
-        0.03,
-        0.03,
-        0.06,
-    ]
-
-
-def test_what_is_said_of_vllms_best_configuration_was_measured():
-    """docs/vllm.md, below the table."""
-    document = " ".join((ROOT / "docs" / "vllm.md").read_text("utf-8").split())
-    rows = json.loads((RESULTS / "h200x2-vllm-stock-llama-3.1-8b.json").read_text("utf-8"))["rows"]
-    ms = {(row["configuration"], row["tokens"]): f"{row['ms']:.1f}" for row in rows if row["phase"] == "prefill"}
-    sizes = (1024, 2048, 4096, 8192)
-    best = [ms["best", tokens] for tokens in sizes]
-    assert "took {} ms at 1024 tokens, {} at 2048, {} at 4096 and {} at 8192".format(*best) in document
-    latency = json.loads((RESULTS / "h200x2-vllm-check-llama-3.1-8b.json").read_text("utf-8"))["latency"]
-    auto = [f"{latency[str(tokens)]['auto']['ms']:.1f}" for tokens in sizes]
-    assert "auto, in the run above, {}, {}, {} and {}.".format(*auto) in document
-    assert f"{ms['best', 16]} ms at 16 tokens and {ms['best', 512]} at 512" in document
-    assert ms["default", 16] == ms["default", 512] == "15.1"
 
 
 def test_how_far_formulas_are_from_woven_steps_is_said():

@@ -1,0 +1,197 @@
+"""What README.md and docs/vllm.md say of the plugin's speed is what the files in benchmarks/results hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+VLLM = "h200x2-vllm-llama-3.1-8b.json"
+
+
+def _in_vllm(phase: str, key: str) -> dict[Any, dict[str, dict[str, Any]]]:
+    """Of three engines side by side: size or trace -> configuration -> its row."""
+    found: dict[Any, dict[str, dict[str, Any]]] = {}
+    for row in json.loads((RESULTS / VLLM).read_text("utf-8"))["rows"]:
+        if row["phase"] == phase:
+            found.setdefault(row[key], {})[row["configuration"]] = row
+    return found
+
+
+def _words(*path: str) -> str:
+    return " ".join(ROOT.joinpath(*path).read_text("utf-8").split())
+
+
+def test_what_the_readme_says_of_vllm_was_measured():
+    readme = _words("README.md")
+    prefills = {n: of["tokenweave"] for n, of in _in_vllm("prefill", "tokens").items()}
+    over_best = {n: f"{row['speedup_over_best']:.2f}" for n, row in prefills.items()}
+    assert over_best[4096] == over_best[8192]
+    gains = "{} times at 1024 tokens, {} at 2048, {} at 4096 and 8192".format(
+        *(over_best[n] for n in (1024, 2048, 4096))
+    )
+    assert f"{gains}; against its defaults more up to 2048" in readme
+    assert all(row["speedup_over_default"] > row["speedup_over_best"] for n, row in prefills.items() if n <= 2048)
+    losing = sorted(float(ratio) for n, ratio in over_best.items() if n <= 192)
+    assert f"prompts of 16 to 192 tokens ran at {losing[0]} to {losing[-1]} of its best configuration's speed" in readme
+    decoding = _in_vllm("decode", "batch")[256]["tokenweave"]
+    value, low, high = (f"{decoding[f'speedup_over_default{end}']:.2f}" for end in ("", "_low", "_high"))
+    assert f"256 decoding requests at {value} ({low} to {high}) of its defaults'" in readme
+    traces = [f"{of['tokenweave']['throughput_over_default']:.2f}" for of in _in_vllm("trace", "trace").values()]
+    assert len(traces) == 2
+    assert float(max(traces)) > 1 > float(min(traces))
+    assert f"one of two traces at {min(traces)}" in readme
+
+
+def test_the_tables_of_vllm_hold_its_rows():
+    """They are in the result file beside the rows that they were made of."""
+    result = json.loads((RESULTS / VLLM).read_text("utf-8"))
+    names = ("default", "best", "tokenweave")
+
+    def over(row: dict[str, Any], stock: str, digits: int) -> str:
+        key = f"speedup_over_{stock}"
+        if key not in row:
+            return ""
+        value, low, high = (f"{row[key + end]:.{digits}f}" for end in ("", "_low", "_high"))
+        return f"{value} ({low}-{high})"
+
+    def row(of: dict[str, dict[str, Any]], digits: int, unit: str, of_ratio: int) -> list[str]:
+        ms = [f"{of[name]['ms']:.{digits}f}{unit}" if name in of else "" for name in names]
+        return [*ms, *(over(of["tokenweave"], stock, of_ratio) for stock in names[:2])]
+
+    prefills, decodes = _in_vllm("prefill", "tokens"), _in_vllm("decode", "batch")
+    tables = {name: table["rows"] for name, table in result["tables"].items()}
+    assert tables["vllm-prefill"] == [[n, *row(of, 2, "", 3)] for n, of in prefills.items()]
+    assert tables["vllm-decode"] == [[n, *row(of, 2, "", 3)] for n, of in decodes.items()]
+    words = {"sharegpt": "ShareGPT", "arxiv_summarization": "arXiv"}
+    short = {"default": "defaults", "best": "best", "tokenweave": "plugin"}
+    served, readme = [], []
+    for trace, of in _in_vllm("trace", "trace").items():
+        for name, each in of.items():
+            waits = [f"{each['ttft_ms'][p] / 1e3:.1f}" for p in ("p50", "p99")]
+            waits += [f"{each['tpot_ms'][p]:.1f}" for p in ("p50", "p99")]
+            ratios = [each.get(f"throughput_over_{stock}") for stock in names[:2]]
+            ratios = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+            served.append([f"{words[trace]}, {short[name]}", f"{each['requests_per_s']:.2f}", *waits, *ratios])
+        ratios = [f"{of['tokenweave'][f'throughput_over_{stock}']:.2f}" for stock in names[:2]]
+        paces = [f"{of[name]['requests_per_s']:.1f}/s" for name in names]
+        readme.append([f"{words[trace]}, 500 requests at once", *paces, *ratios])
+    assert tables["vllm-traces"] == served
+    shown = [int(re.sub(r"\D", "", row[0])) for row in result["readme"]["rows"] if row[0].startswith("prefill")]
+    assert {16, 192} < set(shown), "losses are shown too"
+    before = [[f"prefill of {n} tokens", *row(prefills[n], 1, " ms", 2)] for n in shown]
+    before += [[f"{n} requests decode, a token", *row(decodes[n], 2, " ms", 2)] for n in (32, 256)]
+    assert result["readme"]["rows"] == before + readme
+
+
+def _measured_in_vllm() -> str:
+    """docs/vllm.md, "Measured"."""
+    text = _words("docs", "vllm.md")
+    return text[text.index("### Measured") : text.index("### The veto")]
+
+
+def _counted(line: str) -> tuple[int, int, int]:
+    """(steps of the plugin, of them replays, steps as stock for want of a graph) of its line of steps."""
+    steps = sum(int(n) for n in re.findall(r"(?:fused|woven) (\d+) steps", line))
+    (replays,) = re.findall(r"\((\d+) as graphs\)", line)
+    return steps, int(replays), int(re.findall(r"new_bucket (\d+)", line)[0])
+
+
+def test_what_the_plugin_loses_in_vllm_is_said():
+    text = _measured_in_vllm()
+    result = json.loads((RESULTS / VLLM).read_text("utf-8"))
+    clocks = {phase["phase"]: phase for phase in result["clocks"]}
+    power, trace_power = (100 * clocks[phase]["limits"]["power"] for phase in ("prefills", "traces"))
+    mhz, trace_mhz = (clocks[phase]["sm_mhz"]["median"] for phase in ("prefills", "traces"))
+    assert f"in {power:.0f} % of the samples of the prefills (median {mhz:.0f} MHz)" in text
+    assert f"and in {trace_power:.0f} % of those of the traces ({trace_mhz:.0f} MHz)" in text
+
+    over_best = {n: of["tokenweave"] for n, of in _in_vllm("prefill", "tokens").items()}
+    losing = {n: row["speedup_over_best"] for n, row in over_best.items() if row["speedup_over_best"] < 0.99}
+    assert list(losing) == [16, 32, 64, 128, 192]
+    assert f"16 to 192 tokens ran at {min(losing.values()):.2f} to {max(losing.values()):.2f} of the best" in text
+    assert [n for n in losing if over_best[n]["speedup_over_best_high"] < 1] == [32, 128]
+    rest = [n for n, row in over_best.items() if n > 192 and row["speedup_over_best_low"] <= 1]
+    assert rest == [256, 384, 512, 640, 1536]
+    assert all(over_best[n]["speedup_over_best_high"] > 1 for n in rest)
+
+    decoding = _in_vllm("decode", "batch")[256]["tokenweave"]
+    value, low, high = (decoding[f"speedup_over_default{end}"] for end in ("", "_low", "_high"))
+    assert f"256 requests decoded at {value:.3f} ({low:.2f} to {high:.2f}) of the defaults' speed" in text
+    assert decoding["samples"] == 3
+
+    (best,) = (engine for engine in result["engines"] if engine["configuration"] == "best")
+    traces = {name: of["tokenweave"] for name, of in _in_vllm("trace", "trace").items()}
+    arxiv, sharegpt = (
+        [f"{traces[name][f'throughput_over_{stock}']:.2f}" for stock in ("default", "best")]
+        for name in ("arxiv_summarization", "sharegpt")
+    )
+    assert f"arXiv's trace ran at {arxiv[0]} of the speed of vLLM's defaults (and at {arxiv[1]} of its best" in text
+    assert f"takes {best['max_num_seqs']} requests a step, so that the others wait); ShareGPT's at" in text
+    assert "ShareGPT's at {} ({})".format(*sharegpt) in text
+
+    (engine,) = (engine for engine in result["engines"] if engine["configuration"] == "tokenweave")
+    lines = [line for line in engine["said"] if "new_bucket" in line]
+    before, after = (_counted(line) for line in lines[-2:])  # as the traces' warm-ups began, ShareGPT's and arXiv's
+    steps, replays, new = (b - a for a, b in zip(before, after, strict=True))
+    assert f"counts {new} steps as stock for this reason (`new_bucket`)" in text
+    assert f"and {steps - replays} of {steps} fused and woven ones that were no replay" in text
+
+    later = json.loads((RESULTS / "h200x2-vllm-check-8-layers.json").read_text("utf-8"))
+    steps, replays, new = _counted(later["state"]["steps"])
+    assert (later["layers"], new) == (8, 1)
+    assert {"700", "2600", "6000"} < set(later["latency"])
+    assert f"and {steps - replays} of {steps} fused and woven ones were no replay" in text
+
+
+def test_where_the_time_of_a_request_in_vllm_goes_is_measured():
+    text = _measured_in_vllm()
+    result = json.loads((RESULTS / VLLM).read_text("utf-8"))
+    prefills = _in_vllm("prefill", "tokens")
+    (engine,) = (engine for engine in result["engines"] if engine["configuration"] == "tokenweave")
+    (line,) = (line for line in engine["said"] if "ms of a step:" in line)
+    layers = {
+        int(rows): {mode: float(ms) for ms, mode in re.findall(r"([\d.]+) (stock|fused|woven)", times)}
+        for rows, times in re.findall(r"(\d+) rows: ([^;]+)", line)
+    }
+    took, of_layers = prefills[1024]["tokenweave"]["ms"], layers[1024]["fused"]
+    assert of_layers == min(layers[1024].values())
+    assert f"Of the {took:.1f} ms of a request of 1024 tokens {of_layers:.1f} are its layers" in text
+    assert f"The other {took - of_layers:.1f} are outside" in text
+    more = {
+        n: (
+            prefills[n]["default"]["ms"] - layers[n]["stock"],
+            prefills[n]["tokenweave"]["ms"] - min(layers[n][mode] for mode in ("fused", "woven")),
+        )
+        for n in (512, 8192)
+    }
+    assert "512 tokens took {:.1f} ms more than their layers in the defaults and {:.1f} with".format(*more[512]) in text
+    assert "8192 tokens {:.1f} and {:.1f}. So".format(*more[8192]) in text
+
+    launched = [of["default"]["ms"] for n, of in prefills.items() if 512 < n <= 2048]
+    pieces = [of["default"]["ms"] for n, of in prefills.items() if n <= 512]
+    assert f"kernel by kernel: {min(launched):.0f} to {max(launched):.0f} ms" in text
+    assert f"one by one: {min(pieces):.0f} to {max(pieces):.0f} ms at any size" in text
+
+    other = json.loads((RESULTS / "h200x2-vllm-check-llama-3.1-8b.json").read_text("utf-8"))
+    start, requests = other["step_ms_at_start"]["2048"], other["latency"]["2048"]
+    assert f"({layers[2048]['woven']:.2f} ms, fused {layers[2048]['fused']:.2f})" in text
+    assert f"fused ones ({start['fused']:.2f}, woven {start['woven']:.2f})" in text
+    assert f"took {requests['fused']['ms']:.1f} ms fused and {requests['woven']['ms']:.1f} woven" in text
+
+
+def test_how_far_the_plugins_tokens_are_from_vllms_is_said():
+    text = _measured_in_vllm()
+    modes = ("stock", "fused", "woven")
+    for file, said in (
+        ("llama-3.1-8b", "{} % of the greedy tokens were equal between two runs of stock"),
+        ("llama-3.1-8b", "{1} % between stock and fused, and {2} % between stock and woven"),
+        ("8-layers", "{} %, {} % and {} % of the tokens were equal"),
+    ):
+        layouts = json.loads((RESULTS / f"h200x2-vllm-check-{file}.json").read_text("utf-8"))["layouts"]
+        assert said.format(*(f"{100 * layouts[mode]['equal_tokens']:.0f}" for mode in modes)) in text
+        far = [f"{layouts[mode]['largest_logprob_difference']:.2f}" for mode in modes]
+        assert "differed by up to {}, {} and {}.".format(*far) in text
