@@ -1,0 +1,108 @@
+"""How symmetric memory is laid out, and who takes part in its set-up; on CPUs, with memory that nobody else can see."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm
+
+from collective_cases import fresh_seed
+from ranks import run_ranks
+from tokenweave import Workspace
+from tokenweave.collective import cuda_backend, selftest, symmetric, torch_backend, workspace
+from tokenweave.collective.symmetric import FLAG_BYTES, RECORD_WORDS, SENTINELS, STATE_WORDS, Symmetric
+
+
+@contextmanager
+def _plain_memory(expected: dist.ProcessGroup) -> Iterator[list[torch.Tensor]]:
+    """``allocate`` as it is, over CPU memory, for ranks of the expected group; the allocations."""
+    made: list[torch.Tensor] = []
+    zeros = torch.zeros
+
+    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(torch.full((size,), 0x5A, dtype=dtype, device=device))
+        return made[-1]
+
+    def rendezvous(memory: torch.Tensor, group: dist.ProcessGroup) -> SimpleNamespace:
+        assert group is expected
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()] * dist.get_world_size(group), multicast_ptr=0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symm, "empty", empty)
+        patch.setattr(symm, "rendezvous", rendezvous)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        patch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
+        yield made
+
+
+def _parts(memory: torch.Tensor, of: Symmetric, channels: int, ranks: int, row_bytes: int) -> dict[str, range]:
+    """Bytes of the allocation that each part takes, flags and inboxes where a call on the channel looks for them."""
+    parts = {}
+    for name in ("data", "fp8", "scales"):
+        tensor = getattr(of, name)
+        start = tensor.data_ptr() - memory.data_ptr() if tensor.numel() else 0
+        parts[name] = range(start, start + tensor.nbytes)
+    for channel in range(channels):
+        flags, inboxes = of.flags + channel * FLAG_BYTES, of.inboxes + channel * of.inbox_bytes
+        parts[f"flags {channel}"] = range(flags, flags + FLAG_BYTES)
+        parts[f"inboxes {channel}"] = range(inboxes, inboxes + 3 * ranks * of.inbox_rows * row_bytes)
+    return parts
+
+
+def _layouts(seed: int) -> None:
+    pick, group = random.Random(seed), dist.group.WORLD
+    assert group is not None
+    for _ in range(8):
+        dtype = pick.choice([torch.bfloat16, torch.float16, torch.float32])
+        sizes = {"max_tokens": pick.choice([1, 7, 255, 600]), "hidden": 8 * pick.choice([1, 9, 72, 360, 512])}
+        sizes |= {"channels": pick.randint(1, 3), "regions": pick.randint(1, 4), "fp8_regions": pick.randint(0, 2)}
+        with _plain_memory(group) as made:
+            of = symmetric.allocate(group, dtype=dtype, device=torch.device("cpu"), **sizes)
+        (memory,) = made
+        channels, row_bytes = sizes["channels"], sizes["hidden"] * dtype.itemsize
+        parts = _parts(memory, of, channels, dist.get_world_size(), row_bytes)
+        for (one, first), (other, second) in itertools.combinations(parts.items(), 2):
+            assert first.stop <= second.start or second.stop <= first.start, (
+                f"{one} and {other} overlap: {sizes} {dtype}"
+            )
+        assert max(part.stop for part in parts.values()) <= memory.numel(), f"past the end: {sizes} {dtype}"
+        assert all(part.start % 16 == 0 for part in parts.values())
+        assert memory[parts["data"].stop - 1] == 0x5A  # nobody's to write yet
+        for channel in range(channels):
+            flags, inboxes = (parts[f"{name} {channel}"] for name in ("flags", "inboxes"))
+            assert not memory[flags.start : flags.stop].any()
+            words = memory[inboxes.start : inboxes.stop].view(torch.int32)
+            assert (words == SENTINELS[dtype] - (1 << 32)).all()
+        assert of.state.shape == (channels, STATE_WORDS)
+        assert of.record.shape == (channels, RECORD_WORDS)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_part_of_the_memory_overlaps_another(world_size):
+    run_ranks(world_size, _layouts, fresh_seed())
+
+
+def _of_some_ranks(members: list[int]) -> tuple[str, int] | None:
+    """The group's ranks set up a workspace as on GPUs, kernels aside; the job's other ranks do nothing."""
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return None
+    with _plain_memory(group), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "choose_transport", lambda *_: ("p2p", "a test"))
+        patch.setattr(cuda_backend, "prepare", lambda *case: None)
+        patch.setattr(selftest, "_launch", torch_backend.fused)
+        with Workspace(group, max_tokens=9, hidden=64, dtype=torch.float32) as made:
+            return made.transport, made.world_size
+
+
+@pytest.mark.parametrize("members", [[0, 2], [1]], ids=str)
+def test_the_set_up_waits_for_nobody_outside_the_group(members):
+    results = run_ranks(3, _of_some_ranks, members, timeout=20)
+    assert results == [("p2p", len(members)) if rank in members else None for rank in range(3)]
