@@ -103,7 +103,7 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     )
     runtime.vllm_config = SimpleNamespace(quant_config=None)
     runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
-    runtime.addresses = lambda: (1, 2)
+    runtime.addresses, runtime.anywhere = lambda: (1, 2), lambda true: true
     runtime.walk, runtime.ways = Walks(), Ways(layers=32)
     runtime.graphs = Graphs(runtime, least_rows=513)
     return runtime
@@ -164,4 +164,3 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(warm_up, "slowest", lambda times, group, device: times)
-    monkeypatch.setattr(warm_up, "_anywhere", lambda true, runtime: true)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from graph_stand_ins import (
     Buffers,
@@ -18,6 +20,7 @@ from tokenweave.integrations.vllm.decide import plan_of
 from tokenweave.integrations.vllm.measured import Measured
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Rows
+from tokenweave.integrations.vllm.step import Planned
 from tokenweave.planning import Mode, Plan
 
 
@@ -103,20 +106,52 @@ def test_more_requests_than_a_graph_has_room_for() -> None:
     assert [found.room for found in runtime.graphs._graphs.values()] == [2, 3]
 
 
-def test_graphs_are_made_anew_when_the_cache_moves() -> None:
+def test_graphs_are_captured_anew_when_the_cache_moves() -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
     run(runtime, buffers, [1000])
     run(runtime, buffers, [2000])
-    before = set(map(id, runtime.graphs._graphs.values()))
-    assert len(before) == 2
+    before = [found.graph for found in runtime.graphs._graphs.values()]
+    eager = len(runtime.walk.eager)
+    moved = Buffers()
     runtime.addresses = lambda: (1, 3)
-    assert run(runtime, buffers, [1000]) is not None
-    (found,) = runtime.graphs._graphs.values()
-    assert id(found) not in before
-    assert found.addresses[-2:] == (1, 3)
-    runtime.addresses = lambda: (2, 3)
-    assert run(runtime, buffers, [700]) is not None  # nor does a larger one serve
-    assert [found.capacity for found in runtime.graphs._graphs.values()] == [768]
+    assert run(runtime, moved, [1000]) is not None
+    assert [found.capacity for found in runtime.graphs._graphs.values()] == [2048, 1024]
+    other, found = runtime.graphs._graphs.values()
+    assert (len(runtime.graphs), other.graph) == (1, None)  # what it read is gone
+    assert found.graph not in before
+    assert found.addresses == (*moved.step([1])[1].addresses(), 1, 3)
+    assert found.graph.walked[0].tables.addresses() == moved.step([1])[1].addresses()
+    assert run(runtime, moved, [2000]) is not None
+    assert (len(runtime.graphs), len(runtime.walk.eager)) == (2, eager)  # no collective outside a replay
+
+
+def test_ranks_decide_alike_where_the_cache_moved_on_one_alone() -> None:
+    ranks, buffers = [make_runtime(Mode.WOVEN), make_runtime(Mode.WOVEN)], Buffers()
+    decided: list[list[Any]] = [[], []]
+    for number, counts in enumerate(([2000], [1024], [1000], [1500], [1000], [700])):
+        ranks[1].addresses = lambda number=number: (1, 2 + number // 2)
+        for runtime, mine in zip(ranks, decided, strict=True):
+            step = runtime.prepare(*buffers.step(counts))
+            mine.append((step.cut.plan, step.graph.capacity))
+            runtime.forward(Planned({}, step), None)
+    assert decided[0] == decided[1]
+    assert list(ranks[0].graphs._graphs) == list(ranks[1].graphs._graphs)
+
+
+def test_a_graph_that_one_rank_cannot_make_is_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    runtime.anywhere = lambda true: True
+    assert run(runtime, buffers, [1000]) is None  # the other rank's would wait for this one, which runs stock
+    assert runtime.off is Reason.ERROR
+    runtime, said = make_runtime(Mode.FUSED), []
+    runtime.anywhere = lambda true: said.append(true) or true
+
+    def capture(found: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(runtime.graphs, "capture", capture)
+    assert run(runtime, buffers, [1000]) is None
+    assert (said, runtime.off) == ([True], Reason.ERROR)
 
 
 def test_the_graph_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,17 +123,15 @@ def test_an_engine_without_graphs_is_done_with_it_at_once() -> None:
     assert runtime.warmed_up, "or every step would build its metadata twice"
 
 
-def test_no_kernel_waits_for_a_rank_that_is_not_there_yet(
-    clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_kernel_waits_for_a_rank_that_is_not_there_yet(clock: dict[Mode, float]) -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
     walked: list[int] = []  # before each of the ranks' meetings
 
-    def anywhere(true: bool, runtime: Any) -> bool:
+    def anywhere(true: bool) -> bool:
         walked.append(len(runtime.walk.eager))
         return true
 
-    monkeypatch.setattr(warm_up, "_anywhere", anywhere)
+    runtime.anywhere = anywhere
     warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert walked == [0, len(runtime.walk.eager)]
     assert walked[1] > 0
@@ -274,9 +272,9 @@ def test_an_error_at_the_start_leaves_stock_on_all_ranks() -> None:
     assert len(runtime.graphs) == 0
 
 
-def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float]) -> None:
     runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
-    monkeypatch.setattr(warm_up, "_anywhere", lambda true, runtime: True)
+    runtime.anywhere = lambda true: True
     warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert runtime.off is Reason.ERROR
     assert run(runtime, buffers, [1000]) is None or runtime.forward(Planned({}, None), None) is None  # type: ignore[arg-type]

@@ -56,6 +56,8 @@ def test_the_fastest_way_and_when_a_graph_has_paid_for_itself() -> None:
     assert ways.choose("d", Times(own=10.0, larger=9.9, stock=math.inf)) is Way.LARGER
     assert ways.choose("e", Times(own=10.0)) is None  # there is no other way
     assert ways.choose("f", Times(own=10.0, stock=50.0)) is None  # nor one that costs less than the graph
+    assert ways.choose("g", Times(own=math.inf)) is None  # nor is it known what its own takes: it was asked for
+    assert ways.choose("h", Times(own=math.inf, stock=5.0)) is Way.STOCK
 
 
 def test_stock_serves_until_a_graph_is_worth_its_making() -> None:
@@ -105,6 +107,14 @@ def test_a_larger_graph_must_suit_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     before = large.graph.replays
     run(runtime, buffers, [1500])  # a woven graph is not what was asked for
     assert large.graph.replays == before
+
+
+def test_a_mode_that_is_asked_for_later_needs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    runtime.choice.measured = Measured.of((256,), [[10.0, 8.0, math.inf]], (20.0, 20.0))  # too small to be woven
+    runtime.use("woven")
+    assert run(runtime, buffers, [1000]) is not None
+    assert runtime.steps.rows == {Mode.WOVEN: 1000}
 
 
 def test_rows_of_padding_beyond_a_tile_are_for_dense_models_alone() -> None:

@@ -81,9 +81,9 @@ def _without_graph(runtime: Runtime, cut: Cut) -> Step | Reason:
 def _with_graph(runtime: Runtime, graphs: Graphs, step: Sequence[Rows], cut: Cut, capacity: int) -> Step | Reason:
     """A step that may have one: its own, or what is the fastest without."""
     choice, plan, tables, requests = runtime.choice, cut.plan, cut.tables, len(step)
-    if own := graphs.find(plan, tables, capacity, requests):
+    if own := graphs.find(plan, capacity, requests):
         return Step(cut, own)
-    suitable = (found for found in graphs.larger(tables, capacity, requests) if _suits(runtime, found, step, plan))
+    suitable = (found for found in graphs.larger(capacity, requests) if _suits(runtime, found, step, plan))
     larger = next(suitable, None)
     times = Times(
         own=choice.ms(capacity, plan),

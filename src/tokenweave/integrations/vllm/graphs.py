@@ -13,11 +13,12 @@ import dataclasses
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from tokenweave.cuda.graph import capturing
+from tokenweave.errors import CollectiveError
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.step import Cut
 from tokenweave.planning import Plan
@@ -44,12 +45,14 @@ class Graph:
 
     Attributes:
         cut: its step. addresses: of all that it reads and vLLM may move.
-        graph: None until it is captured.
+        graph: None until it is captured, and from a move on until it is captured anew.
+        loaded: whether its kernels have run.
     """
 
     cut: Cut
     addresses: tuple[int, ...]
     graph: torch.cuda.CUDAGraph | None = None
+    loaded: bool = False
 
     @property
     def capacity(self) -> int:
@@ -67,7 +70,8 @@ class Graph:
 
 
 class Graphs:
-    """The private graphs of one rank.
+    """The private graphs of one rank. Which there are is the same on all ranks; whether vLLM moved what they read is asked of
+    each rank's addresses, and decides nothing but whether that rank captures a graph anew before it replays it.
 
     Args:
         runtime: whose steps they are.
@@ -103,27 +107,23 @@ class Graphs:
         """Of a graph for so many requests, or for the most that there is."""
         return next((room for room in self.rooms if room >= requests), self.rooms[-1])
 
-    def find(self, plan: Plan, tables: Tables, capacity: int, requests: int) -> Graph | None:
+    def find(self, plan: Plan, capacity: int, requests: int) -> Graph | None:
         """One that is made, or None. Room for more requests costs a little in each attention call; to make another graph would
         cost a request its time."""
         keys = (key_of(plan, capacity, room) for room in self.rooms if room >= requests)
-        found = next((self._graphs[key] for key in keys if key in self._graphs), None)
-        return None if found is None or self._moved(found, tables) else found
+        return next((self._graphs[key] for key in keys if key in self._graphs), None)
 
     def get(self, key: Key) -> Graph | None:
         """Exactly that one, or None."""
         return self._graphs.get(key)
 
-    def larger(self, tables: Tables, capacity: int, requests: int) -> Iterator[Graph]:
+    def larger(self, capacity: int, requests: int) -> Iterator[Graph]:
         """Made ones of more rows, the smallest first. None where a row of padding may not be just anything: only the last
         :data:`TILE` rows of a graph are cleared there."""
         if not self._runtime.dense:
             return
         fits = [found for found in self._graphs.values() if found.capacity > capacity and found.room >= requests]
-        for found in sorted(fits, key=lambda found: (found.capacity, found.room)):
-            if self._moved(found, tables):
-                return
-            yield found
+        yield from sorted(fits, key=lambda found: (found.capacity, found.room))
 
     def add(self, plan: Plan, tables: Tables, capacity: int, requests: int) -> Graph:
         """One that is captured when it first runs."""
@@ -138,29 +138,42 @@ class Graphs:
         """One that is not kept."""
         grown = tables.grown(capacity, room)
         cut = Cut(plan, capacity, grown, longest_query=capacity, longest_sequence=self._runtime.max_length)
-        return Graph(cut, (*grown.addresses(), *self._runtime.addresses()))
+        return Graph(cut, self._addresses(grown))
 
     def keep_only(self, keys: Collection[Key]) -> None:
         """Drops all others, which nothing may be replaying."""
         self._graphs = {key: found for key, found in self._graphs.items() if key in keys}
 
-    def run(self, found: Graph, metadata: Any) -> None:
+    def run(self, found: Graph, tables: Tables) -> None:
         """Replays a graph on the runner's buffers, and captures it before if it is new.
 
         Args:
-            metadata: of this step; a pattern for the splits' if something is still to be launched.
+            tables: of this step; their metadata are a pattern for the splits' if something is still to be launched.
+
+        Raises:
+            CollectiveError: it is new, and could not be captured on another rank. Raised on all of them, or one that has it
+                would wait for one that goes on without.
         """
+        if found.addresses != self._addresses(tables):
+            self._follow(tables)
         if found.graph is None:
+            metadata = tables.metadata
             found.cut = dataclasses.replace(found.cut, tables=dataclasses.replace(found.cut.tables, metadata=metadata))
-            self.capture(found)
+            if found.loaded:  # here something moved: other ranks may not capture now
+                self.capture(found)
+            else:
+                self._capture_together(found)
         assert found.graph is not None
         self._graphs[found.key] = self._graphs.pop(found.key)  # as the last one
         found.graph.replay()
 
     def capture(self, found: Graph) -> None:
-        """Some layers run before, so that a capture finds all kernels loaded: all of them where they are not alike."""
-        self.launch(found, layers=2 if self._runtime.dense else None)
-        torch.cuda.synchronize(self._runtime.device)
+        """Where it is new some layers run before, so that a capture finds all kernels loaded: all of them where they are not
+        alike. Every rank takes part in that."""
+        if not found.loaded:
+            self.launch(found, layers=2 if self._runtime.dense else None)
+            torch.cuda.synchronize(self._runtime.device)
+            found.loaded = True
         with capturing(self._stream, self._pool) as graph:
             self._walk(found)
         found.graph = graph
@@ -184,13 +197,27 @@ class Graphs:
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def _moved(self, found: Graph, tables: Tables) -> bool:
-        """Whether what the graph reads is elsewhere by now; then all graphs are dropped."""
-        if found.addresses == (*tables.addresses(), *self._runtime.addresses()):
-            return False
-        log.warning("TokenWeave: vLLM moved its cache or weights: graphs are made anew")
-        self.drop()
-        return True
+    def _capture_together(self, found: Graph) -> None:
+        failed = None
+        try:
+            self.capture(found)
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
+            failed = error
+        if self._runtime.anywhere(failed is not None):
+            raise failed or CollectiveError("a step's graph could not be captured on another rank")
+
+    def _follow(self, tables: Tables) -> None:
+        """All graphs will read what they read from where it is by now: what was captured is dropped."""
+        log.warning("TokenWeave: vLLM moved its cache or weights: graphs are captured anew")
+        torch.cuda.synchronize(self._runtime.device)
+        for found in self._graphs.values():
+            found.graph, grown = None, tables.grown(found.capacity, found.room)
+            found.cut, found.addresses = dataclasses.replace(found.cut, tables=grown), self._addresses(grown)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _addresses(self, tables: Tables) -> tuple[int, ...]:
+        """Of all that a graph reads and vLLM may move."""
+        return *tables.addresses(), *self._runtime.addresses()
 
     def _walk(self, found: Graph, layers: int | None = None) -> None:
         self._runtime.walk(found.cut, found.cut.tables.query_start_loc[-1:], layers=layers)

@@ -175,7 +175,7 @@ class Runtime:
             if step.graph is None or self.graphs is None:
                 self.walk(step.cut)
             else:
-                self.graphs.run(step.graph, step.cut.tables.metadata)
+                self.graphs.run(step.graph, step.cut.tables)
         except Exception as error:  # whatever it is: keys and values are written again, and vLLM goes on
             log.exception("TokenWeave: a step failed")
             self.turn_off(Reason.ERROR, str(error))
@@ -201,6 +201,12 @@ class Runtime:
         collective = collective_of(cut.plan, rows, self.workspace)
         stages = self.stages if layers is None else self.stages[: 1 + 2 * layers]
         run_stages(stages, splits, collective, self.workspace, overlap)
+
+    def anywhere(self, true: bool) -> bool:
+        """Whether it is true on any rank; every rank asks."""
+        anywhere = torch.tensor([true], dtype=torch.int32, device=self.device)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.workspace.group)
+        return bool(anywhere)
 
     def close(self) -> None:
         """Gives the buffers back."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from tokenweave.execution import check
 from tokenweave.integrations.vllm.cut import Tables
@@ -33,7 +32,7 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
     runtime.warmed_up = True
     if graphs is None or trials is None:
         return
-    _anywhere(False, runtime)  # all are here: a rank may capture for longer than our kernels wait for a peer
+    runtime.anywhere(False)  # all are here: a rank may capture for longer than our kernels wait for a peer
     began = time.perf_counter()
     if choice.mode in (None, Mode.WOVEN) and trials.scheme_sizes:
         times = _together(runtime, lambda: trials.time_schemes(tables))
@@ -75,16 +74,9 @@ def _together(runtime: Runtime, call: Callable[[], T]) -> T | None:
     except Exception as error:  # whatever it is: vLLM goes on
         log.exception("TokenWeave: graphs could not be made")
         failed = error
-    if not _anywhere(failed is not None, runtime):
+    if not runtime.anywhere(failed is not None):
         return result
     if runtime.graphs is not None:
         runtime.graphs.drop()
     runtime.turn_off(Reason.ERROR, str(failed or "on another rank"))
     return None
-
-
-def _anywhere(true: bool, runtime: Runtime) -> bool:
-    """Whether it is true on any rank."""
-    anywhere = torch.tensor([true], dtype=torch.int32, device=runtime.device)
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=runtime.workspace.group)
-    return bool(anywhere)

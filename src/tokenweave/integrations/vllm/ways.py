@@ -64,6 +64,8 @@ class Ways:
             key: of that graph.
         """
         way, ms = times.fastest()
+        if math.isinf(ms):  # there is none; of a mode that was asked for not even the graph's time may be known
+            return None
         self._lost_ms[key] += max(0.0, ms - times.own)
         if self._lost_ms[key] < self.price_ms:
             return way
