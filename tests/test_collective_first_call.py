@@ -5,9 +5,12 @@ Each case has rank processes of its own: those of other tests have imported, reg
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from ranks import run_fresh_ranks
 from tokenweave import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
@@ -63,3 +66,23 @@ def test_any_entry_point_may_be_the_first(names: tuple[str, ...]) -> None:
             torch.testing.assert_close(residual.double(), total, rtol=1e-6, atol=1e-6)
         if "compiled" in names:
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], results[1], strict=True))
+
+
+def _from_compile_cache(folder: str) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """(compilations found in the cache, rows, residual) of a compiled function, the process's first use of all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path(folder, f"rank{dist.get_rank()}")))
+        with Workspace(dist.group.WORLD, max_tokens=TOKENS, hidden=HIDDEN, dtype=torch.float32) as workspace:
+            residual = _rows(100)
+            compiled = torch.compile(lambda p, r, w: _op(p, r, w, workspace), fullgraph=True)  # no code of its own
+            rows = compiled(_rows(dist.get_rank()), residual, _rows(200)[0])
+            assert workspace.collectives
+    return counters["inductor"]["fxgraph_cache_hit"], rows, residual
+
+
+def test_what_a_compile_cache_holds_may_be_the_first(tmp_path: Path) -> None:
+    """The second processes don't compile: nothing that a call needs is set up by the compilation alone."""
+    cold, warm = (run_fresh_ranks(2, _from_compile_cache, str(tmp_path), timeout=120) for _ in range(2))
+    for (missed, *first), (hits, *second) in zip(cold, warm, strict=True):
+        assert (missed, hits) == (0, 1)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))

@@ -1,6 +1,7 @@
 """Step graphs without a GPU: buckets, buffers, and whole steps whose graph is a function that is called again."""
 
 import contextlib
+import functools
 import itertools
 import random
 from unittest import mock
@@ -208,7 +209,7 @@ def test_replayed_steps_equal_eager_ones(model, without_gpu):
     """Every bucket eagerly, captured and replayed with other rows; the cache and the final rows are eager's."""
     engine = make_engine(model, max_batch_tokens=96, cache_rows=256)
     step_graphs = StepGraphs(engine._stages, engine.workspace, engine._residual, engine._overlap, 128)
-    pick = random.Random(5)
+    pick, woven = random.Random(5), 0
     cache = engine.cache.keys + engine.cache.values
     for tensor in cache:
         tensor.normal_()
@@ -224,11 +225,14 @@ def test_replayed_steps_equal_eager_ones(model, without_gpu):
             written = [tensor.clone() for tensor in cache]
             for tensor, saved in zip(cache, before, strict=True):
                 tensor.copy_(saved)
+            replays = step_graphs.replays
             got = step_graphs.forward(chunks, plan)
+            woven += plan.mode is Mode.WOVEN and step_graphs.replays > replays
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
             for tensor, saved in zip(cache, written, strict=True):
                 torch.testing.assert_close(tensor, saved, rtol=1e-4, atol=1e-5)
     assert step_graphs.replays > 20
+    assert woven > 5
     assert step_graphs.eager > 5
     assert 0 < step_graphs.graphs <= step_graphs.eager
     assert step_graphs.bytes == step_graphs.graphs << 20
@@ -279,9 +283,11 @@ def test_the_packed_inputs_say_what_the_sequences_say():
     assert graphs.bucket_of([rows], Plan(Mode.FUSED), 64, 64).splits[0].max_queries == 2
 
 
-def _fused_like_the_kernels(partial, residual, weight, eps, workspace, *, rows, row_count, **options):
-    """The real rows alone are reduced, sampled rows behind them are skipped, everything else is garbage."""
+def _fused_like_the_kernels(counts, partial, residual, weight, eps, workspace, *, rows, row_count, **options):
+    """The real rows alone are reduced, sampled rows behind them are skipped, everything else is garbage. ``counts`` gets how
+    many rows are real."""
     real = int(row_count)
+    counts.add(real)
     partial[real:] = float("nan")
     del options["ctas"], options["cluster"]
     arguments = (partial[:real], residual[:real], weight, eps, workspace)
@@ -315,9 +321,12 @@ def _replays_on_rank(path, seed):
                 plan = Plan(Mode.WOVEN, split=max(1, rows // 2 // 8 * 8))
             expected = engine.forward(chunks, plan)
             engine.workspace.transport = "p2p"
-            with mock.patch.object(execution, "fused_allreduce_rmsnorm", _fused_like_the_kernels):
+            counts: set[int] = set()
+            kernels = functools.partial(_fused_like_the_kernels, counts)
+            with mock.patch.object(execution, "fused_allreduce_rmsnorm", kernels):
                 got = step_graphs.forward(chunks, plan)
             engine.workspace.transport = "torch"
+            assert counts == ({rows} if plan.split is None else {plan.split, rows - plan.split}), "padding is sent"
             assert got.shape == expected.shape
             if got.numel():
                 worst = max(worst, float((got - expected).abs().max()))

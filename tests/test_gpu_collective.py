@@ -34,11 +34,12 @@ HIDDEN = (2048, 2880, 3584, 4096, 5120, 7168, 8192, 12288, 16384)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_sizes_against_float64(hidden, dtype):
-    on_ranks(check_sizes, hidden, dtype, 4096 if dtype is torch.float32 else 16384, fresh_seed())
+    most = 4096 if dtype is torch.float32 else 16384
+    print(f"{max(on_ranks(check_sizes, hidden, dtype, most, fresh_seed())):.1f} s")
 
 
 def test_a_very_large_batch():
-    on_ranks(check_sizes, 4096, torch.bfloat16, 131072, fresh_seed())
+    print(f"{max(on_ranks(check_sizes, 4096, torch.bfloat16, 131072, fresh_seed())):.1f} s")
 
 
 def test_odd_hidden_sizes():
@@ -181,9 +182,9 @@ def test_ten_thousand_random_calls():
     print(f"{results[0][0]} rows in {results[0][1]:.1f} s")
 
 
-def _soak(rows: int, seed: int) -> int:
-    """Fresh data each time, every element compared with float32 sums."""
-    done, number = 0, 0
+def _soak(rows: int, seed: int) -> tuple[int, float]:
+    """(rows, seconds). Fresh data each time, every element compared with float64 sums."""
+    done, number, began = 0, 0, time.perf_counter()
     pick = random.Random(seed)
     with opened(8200, 4096) as workspace:
         while done < rows:
@@ -191,8 +192,10 @@ def _soak(rows: int, seed: int) -> int:
             layout = "replicated" if tokens <= 512 else "sharded"
             checked_call(workspace, tokens, layout, pick.choice([None, 8, 12]), seed + number)
             done, number = done + tokens, number + 1
-    return done
+    return done, time.perf_counter() - began
 
 
 def test_soak_of_a_million_rows():
-    assert min(on_ranks(_soak, 1_000_000, fresh_seed(), timeout=150)) >= 1_000_000
+    done, seconds = min(on_ranks(_soak, 1_000_000, fresh_seed(), timeout=150))
+    assert done >= 1_000_000
+    print(f"{done} rows in {seconds:.1f} s")
