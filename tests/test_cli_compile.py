@@ -55,7 +55,7 @@ def test_command_fails_on_spills_in_main_variants(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--arch sm_70", "--ranks 1", "--ranks x", "--hidden 12", "--hidden 32768", "--dtype fp8"]
+    "arguments", ["--arch sm_70", "--ranks 1", "--ranks x", "--hidden 12", "--hidden 32768", "--dtype fp8", "--jobs 0"]
 )
 def test_command_refuses_what_there_is_not(arguments, capsys):
     assert main(["compile", *arguments.split()]) == 2

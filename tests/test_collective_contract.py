@@ -110,6 +110,13 @@ def test_what_the_contract_allows_is_accepted(workspace):
         ({"dtype": torch.float64}, "dtype=torch.float64; expected torch.bfloat16"),
         ({"channels": 0}, "channels=0"),
         ({"regions": 0}, "regions=0"),
+        ({"hidden": 16.0}, "hidden=16.0; expected a whole number"),  # what a division gives
+        ({"max_tokens": "8"}, "max_tokens='8'; expected a whole number"),
+        ({"fp8_regions": None}, "fp8_regions=None; expected a whole number"),
+        ({"time_limit": 0}, "time_limit=0; expected seconds, more than 0"),
+        ({"time_limit": -1.0}, "time_limit=-1.0"),  # as nanoseconds without a sign: for ever
+        ({"time_limit": float("nan")}, "time_limit=nan"),
+        ({"time_limit": float("inf")}, "time_limit=inf"),
     ],
 )
 def test_a_workspace_refuses_what_it_cannot_be(changes, message):

@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = _numbers("--ranks", args.ranks, range(2, 9))
     hidden = _numbers("--hidden", args.hidden, range(8, 16385, 8)) if args.hidden else None
     dtypes = _dtypes(args.dtype)
+    if args.jobs < 1:
+        raise RequestError(f"--jobs {args.jobs}; expected 1 or more")
     kernels: list[Instantiation] = [
         *instantiations(args.arch, ranks, hidden or HIDDEN, dtypes, every=args.all),
         *model_kernels(ranks, hidden, dtypes),
@@ -112,7 +114,7 @@ def _sizes(kernel: Instantiation) -> dict[str, Any]:
 def _compiled(kernels: list[Instantiation], arch: str, jobs: int) -> Iterator[tuple[int, int, int]]:
     """(registers a thread, spilled bytes, static shared bytes) of each, in order. NVRTC gains nothing from threads."""
     resources = functools.partial(_resources, arch=arch)
-    jobs = max(1, min(jobs, len(kernels), os.cpu_count() or 1))
+    jobs = min(jobs, len(kernels), os.cpu_count() or 1)
     if jobs == 1:
         yield from map(resources, kernels)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from numbers import Integral
 from types import TracebackType
 
 import torch
@@ -69,6 +70,10 @@ class Workspace:
         transport: str = "auto",
         time_limit: float = 20.0,
     ) -> None:
+        counts = {"hidden": hidden, "max_tokens": max_tokens, "channels": channels, "regions": regions}
+        for name, count in {**counts, "fp8_regions": fp8_regions}.items():
+            if not isinstance(count, Integral):
+                raise CollectiveError(f"Workspace: {name}={count!r}; expected a whole number")
         if hidden < 8 or hidden % 8 or hidden > 16384:
             raise CollectiveError(f"Workspace: hidden={hidden}; expected a multiple of 8 from 8 to 16384")
         if max_tokens < 1:
@@ -79,6 +84,8 @@ class Workspace:
             raise CollectiveError(f"Workspace: channels={channels}, regions={regions}; expected at least 1 of each")
         if fp8_regions < 0:
             raise CollectiveError(f"Workspace: fp8_regions={fp8_regions}; expected 0 or more")
+        if not 0 < time_limit <= 1e9:  # kernels count nanoseconds in 64 bits
+            raise CollectiveError(f"Workspace: time_limit={time_limit}; expected seconds, more than 0 and at most 1e9")
         self.group = group
         self.max_tokens, self.hidden, self.dtype = max_tokens, hidden, dtype
         self.device = torch.device(device)
