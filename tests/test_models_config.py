@@ -12,6 +12,7 @@ import pytest
 from checkpoints import LLAMA3_ROPE, SIZES, VARIANTS, make_checkpoint
 from tokenweave.errors import ModelError
 from tokenweave.models import ModelConfig, RopeScaling, builtin_names, read_config
+from tokenweave.models.config import read_model_config
 
 LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **SIZES}
@@ -187,3 +188,16 @@ def test_a_name_too_long_for_a_file() -> None:
 def test_unknown_name_lists_the_known() -> None:
     with pytest.raises(ModelError, match=r"no model 'Llama-9': .*Llama-3\.1-8B, .*Llama-3\.3-70B, .*SmolLM2-135M"):
         read_config("Llama-9")
+
+
+def test_a_name_of_the_hub_says_how_to_get_it() -> None:
+    with pytest.raises(ModelError, match=r"built-in .*: `hf download meta-llama/Llama-9 config\.json --local-dir DIR`"):
+        read_config("meta-llama/Llama-9")
+    with pytest.raises(
+        ModelError, match=r"expected a Hugging Face folder .*: `hf download meta-llama/Llama-9 --local-dir"
+    ):
+        read_model_config(Path("meta-llama/Llama-9"))
+    for other in ("Llama-9", "/models/Llama-9", "./Llama-9", "../Llama-9", "models/Llama-9.gguf", "a/b/c"):
+        with pytest.raises(ModelError) as caught:
+            read_config(other)
+        assert "hf download" not in str(caught.value)

@@ -148,7 +148,7 @@ def read_config(path_or_name: str | Path) -> ModelConfig:
         return _read_builtin(name)
     raise ModelError(
         f"no model {str(path_or_name)!r}: there is no such file or folder, and it is none of the built-in "
-        f"configurations: {', '.join(builtin_names())}"
+        f"configurations: {', '.join(builtin_names())}{_of_the_hub(path, 'config.json ')}"
     )
 
 
@@ -168,7 +168,7 @@ def read_model_config(path: Path) -> ModelConfig:
             f"no model {str(path)!r}: there is no such file or folder. {name} is built in as numbers to plan with, without "
             f"weights; {expected}"
         )
-    raise ModelError(f"no model {str(path)!r}: there is no such file or folder; {expected}")
+    raise ModelError(f"no model {str(path)!r}: there is no such file or folder; {expected}{_of_the_hub(path)}")
 
 
 def _exists(path: Path) -> bool:
@@ -176,6 +176,17 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except OSError as error:  # a name too long, a folder that must not be read
         raise ModelError(f"{str(path)[:200]!r}: cannot be looked up: {error.strerror}") from None
+
+
+def _of_the_hub(path: Path, files: str = "") -> str:
+    """What to do with a name such as Hugging Face's hub has them, ``organisation/model``; "" for any other.
+
+    Args:
+        files: that are enough, with a space behind; "": all of the model's.
+    """
+    if path.is_absolute() or len(path.parts) != 2 or path.parts[0] in (".", "..", "~") or path.suffix == ".gguf":
+        return ""
+    return f". Nothing is fetched from Hugging Face's hub: `hf download {path} {files}--local-dir DIR`, then name DIR"
 
 
 def _builtin(path: Path) -> str | None:
