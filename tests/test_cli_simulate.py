@@ -116,7 +116,7 @@ def test_pictures(tmp_path: Path, extra: list[str]) -> None:
         (["--overhead-us", "-1"], "--overhead-us -1"),
         (["--requests", "0"], "0 requests"),
         (["--gpu", "h300"], "no GPU 'h300'"),
-        (["--gpu", "cpu"], "memory of 'cpu' is not known"),
+        (["--gpu", "cpu"], "memory of 'cpu' is not known; name a GPU (--gpu h100), its memory (--memory-gib) or"),
         (["--model", "nope"], "no model 'nope'"),
         (["--tp", "0"], "tensor parallel size 0"),
         (["--tp", "64"], "size 64 on h100; expected at most 8"),

@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tp", type=int, default=1, help="GPUs of a replica (default 1)")
     parser.add_argument("--transport", help=f"{', '.join(TRANSPORTS)}; default: the one with the least traffic")
     parser.add_argument(
-        "--runtime", choices=tuple(RUNTIMES), default="graph", help="how steps are launched (default graph)"
+        "--launch", choices=tuple(RUNTIMES), default="graph", help="how steps are launched (default graph)"
     )
     parser.add_argument("--modes", default="sequential,auto", help=f"of {', '.join(MODES)} (default %(default)s)")
     parser.add_argument("--max-batch-tokens", type=int, default=2048, help="most rows of a step (default %(default)s)")
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _costs(config: ModelConfig, args: argparse.Namespace) -> Costs:
     """The machine that the arguments describe; this one as it was measured, if it is meant and was."""
-    machine = machine_of(args.gpu, args.tp, args.transport, RUNTIMES[args.runtime])
+    machine = machine_of(args.gpu, args.tp, args.transport, RUNTIMES[args.launch])
     if args.gpu is not None:
         return machine
     from tokenweave.tuning.find import find_profile

@@ -60,7 +60,10 @@ def kv_tokens(
         ModelError: more ranks than query heads.
     """
     if memory_gib is None and gpu.name not in MEMORY_GIB:
-        raise RequestError(f"the memory of {gpu.name!r} is not known; give it, or the cache's size in tokens")
+        raise RequestError(
+            f"the memory of {gpu.name!r} is not known; name a GPU (--gpu h100), its memory (--memory-gib) or the cache's size "
+            f"in tokens (--kv-tokens)"
+        )
     memory = MEMORY_GIB[gpu.name] if memory_gib is None else memory_gib
     if not 0 < memory <= MOST_GIB:
         raise RequestError(f"a GPU memory of {memory:g} GiB; expected a positive number, at most {MOST_GIB:g}")
