@@ -105,6 +105,16 @@ def test_where_no_gpu_is_a_plan_says_that_it_is_for_the_cpu(
     json.loads(capsys.readouterr().out)
 
 
+def test_a_table_that_is_not_used_beside_a_named_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", "SmolLM2-135M", "--gpu", "h200", "--tp", "2", "--tokens", "64"]
+    for setting, told in (("table.json", True), ("off", False), ("", False)):
+        monkeypatch.setenv("TOKENWEAVE_PROFILE", setting)
+        assert main(words) == 0
+        assert ("note: TOKENWEAVE_PROFILE is not used: --gpu asks" in capsys.readouterr().out) == told
+
+
 def test_predict_says_why_the_fastest_mode_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "--gpu", "h200", "--tp", "2", "--tokens", "1,1024,2048,8192", "--model"]
     assert main([*words, "Mixtral-8x7B", "--launch", "graph"]) == 0

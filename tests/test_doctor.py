@@ -65,6 +65,13 @@ def test_this_machine(capsys):
     assert "transport   torch" in out or torch.cuda.device_count() > 1
 
 
+def test_an_attention_kernel_that_is_none_is_told_without_gpus_too(monkeypatch):
+    monkeypatch.setenv("TOKENWEAVE_ATTENTION", "foo")
+    attention = machine.examine().attention
+    assert attention.value == "none"
+    assert attention.why.startswith("TOKENWEAVE_ATTENTION='foo'; expected one of auto, ")
+
+
 def test_json_has_the_same_facts(capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

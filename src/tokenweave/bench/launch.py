@@ -51,7 +51,8 @@ def on_ranks(
 
     if device == "cuda" and torch.cuda.device_count() < world_size:
         raise RequestError(
-            f"--tp {world_size} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine"
+            f"--tp {world_size} needs as many GPUs; torch sees {torch.cuda.device_count()} on this machine (`tokenweave "
+            f"doctor` says what it has)"
         )
     return run_ranks(arguments, world_size, time_limit)
 

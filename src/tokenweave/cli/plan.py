@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from tokenweave.errors import RequestError
@@ -11,6 +12,7 @@ from tokenweave.models import read_config
 from tokenweave.planning import GPUS, Explanation, Planner
 from tokenweave.planning.comm import TRANSPORTS
 from tokenweave.planning.plan import POINTS
+from tokenweave.tuning.find import VARIABLE
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.model}, tp {args.tp} on {planner.model.gpu.name}, transport {planner.model.transport}")
     if args.gpu is None and planner.model.gpu.arch == "cpu":
         print("note: no GPU here, so this is for this machine's CPU; name a GPU with --gpu (h200)")
+    if args.gpu is not None and os.environ.get(VARIABLE, "off").casefold() not in ("", "off"):
+        print(f"note: {VARIABLE} is not used: --gpu asks for the data sheet; leave it out for a table of this machine")
     for explanation in explained:
         print("\n" + text(explanation, full=args.explain))
     return 0

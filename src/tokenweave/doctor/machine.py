@@ -223,13 +223,14 @@ def judge_attention(report: Report) -> Verdict:
     """The kernel that a bfloat16 model's attention would run on here, and why not a faster one."""
     if report.torch is None:
         return Verdict("none", "torch is missing")
-    if not report.gpus:
-        return Verdict("torch", "CPUs have one kernel, torch's scaled_dot_product_attention")
     from tokenweave.errors import RequestError
 
     try:
-        from tokenweave.models.attention_choice import expected
+        from tokenweave.models.attention_choice import asked_attention, expected
 
+        if not report.gpus:
+            asked_attention()
+            return Verdict("torch", "CPUs have one kernel, torch's scaled_dot_product_attention")
         return Verdict(*expected(report.gpus[0].name, report.gpus[0].capability))
     except (RequestError, ImportError) as error:  # asked for what is not known; or a package is missing
         return Verdict("none", str(error))
