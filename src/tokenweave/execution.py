@@ -15,10 +15,13 @@ from tokenweave.weave import Collective
 
 
 def collective_of(plan: Plan, tokens: int, workspace: Workspace) -> Collective:
-    """What all stages of a step use.
+    """What all stages of a step end with, for :func:`tokenweave.run_stages`: the baseline's all-reduce and norm, or the
+    fused collective with the plan's blocks and clusters.
 
     Args:
+        plan: the same on all ranks.
         tokens: rows of the step, or that a captured step has room for; the same on all ranks.
+        workspace: of the tensor-parallel group.
     """
     if plan.mode is Mode.SEQUENTIAL:
         return functools.partial(_sequential, workspace)

@@ -29,11 +29,24 @@ def run_stages(
     workspace: Workspace,
     overlap: Overlap,
 ) -> list[torch.Tensor]:
-    """Walks ``stages`` over ``splits`` (one: sequential or fused; two: woven).
+    """Walks ``stages`` over ``splits`` (one: sequential or fused; two: woven). All ranks of the workspace's group call it.
+
+    Args:
+        stages: the whole model; the first one's ``compute`` gets no rows.
+        splits: of this step, in the order of their rows, which are disjoint; made anew for each step, since the walk leaves
+            its state in them.
+        collective: what each stage ends with: :func:`tokenweave.collective_of`.
+        workspace: with room for all splits' rows.
+        overlap: runs the collectives, in order. :class:`tokenweave.CudaStream` or :class:`tokenweave.CpuThread`, for any
+            number of steps.
 
     Returns:
-        per split, the final-norm rows named by ``Split.sampled`` (all rows if it is None), [n, hidden], ready on the
-        current stream.
+        per split, the final-norm rows named by ``Split.sampled``, [n, hidden], ready on the current stream. Where that is
+        None: all rows, which are the workspace's memory until its next step.
+
+    Raises:
+        CollectiveError: a split is not within the workspace, or the collective's contract is broken
+            (:func:`tokenweave.fused_allreduce_rmsnorm`).
     """
     last = len(stages) - 1
     collectives = [
