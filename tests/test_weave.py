@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from tiny_llama import CONTEXT, VOCAB, make_engine, save_tiny_llama
 from tokenweave.engine.batch import Chunk, rows_of, splits_of
+from tokenweave.errors import RequestError
 from tokenweave.execution import collective_of
 from tokenweave.overlap import Inline, StartAt
 from tokenweave.planning.plan import POINTS, Mode, Plan
@@ -162,8 +163,15 @@ def test_the_points_that_computes_pass(model):
         collective = collective_of(plan, 3, engine.workspace)
         with torch.inference_mode():
             run_stages(engine._stages, splits, collective, engine.workspace, overlap)
+            with pytest.raises(RequestError, match=rf"rows 0\.\.{split} were walked already.*make a Split anew"):
+                run_stages(engine._stages, splits, collective, engine.workspace, overlap)
         assert passed == [*POINTS[:3] * 2, *POINTS[3:] * 2] * 3, "three layers, prefix and suffix"
     engine.close()
+
+
+def test_a_mode_is_a_mode():
+    with pytest.raises(ValueError, match=r"mode='woven'; expected a Mode, such as Mode\.WOVEN"):
+        Plan("woven", split=5)  # type: ignore[arg-type]
 
 
 def test_points_that_do_not_exist_are_refused():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tokenweave.collective.workspace import Workspace
+from tokenweave.errors import RequestError
 from tokenweave.overlap import Overlap
 from tokenweave.stages import Split, Stage
 
@@ -45,9 +46,16 @@ def run_stages(
         None: all rows, which are the workspace's memory until its next step.
 
     Raises:
+        RequestError: a split was walked before.
         CollectiveError: a split is not within the workspace, or the collective's contract is broken
             (:func:`tokenweave.fused_allreduce_rmsnorm`).
     """
+    for split in splits:
+        if split.pending is not None:
+            raise RequestError(
+                f"run_stages: rows {split.start}..{split.start + split.tokens} were walked already, or begun; make a Split "
+                f"anew for each step"
+            )
     last = len(stages) - 1
     collectives = [
         collective if split.row_count is None else functools.partial(collective, row_count=split.row_count)

@@ -86,6 +86,8 @@ class Plan:
     start_at: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mode, Mode):
+            raise ValueError(f"Plan: mode={self.mode!r}; expected a Mode, such as Mode.WOVEN")
         if isinstance(self.start_at, str):
             raise ValueError(f"Plan: start_at={self.start_at!r}; expected a set of points of {', '.join(POINTS)}")
         object.__setattr__(self, "start_at", frozenset(self.start_at))  # graphs are looked up by it
