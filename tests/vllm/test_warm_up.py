@@ -23,6 +23,7 @@ from tokenweave.integrations.vllm import trials as module
 from tokenweave.integrations.vllm import warm_up
 from tokenweave.integrations.vllm.decide import plan_of
 from tokenweave.integrations.vllm.graphs import Graphs
+from tokenweave.integrations.vllm.measured import REPEATS, milliseconds
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.step import Cut, Planned
 from tokenweave.integrations.vllm.trials import Trials
@@ -57,14 +58,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     its text says."""
     pace: dict[Any, float] = {}
 
-    def milliseconds(call: Any, device: Any, repeats: int) -> float:
-        assert repeats == 3
+    def ms(call: Any) -> float:
         if isinstance(call, SimpleNamespace):
             return call.ms
         cut = call.__self__.walked[0]
         plan = cut.plan
-        scheme = plan.scheme
-        return pace[plan.mode] * cut.rows / 1000 * pace.get((cut.rows, str(scheme)), 1.0)
+        return pace[plan.mode] * cut.rows / 1000 * pace.get((cut.rows, str(plan.scheme)), 1.0)
+
+    def milliseconds(calls: list[Any], device: Any, repeats: int) -> list[float]:
+        assert repeats == REPEATS
+        return [ms(call) for call in calls]
 
     monkeypatch.setattr(module, "milliseconds", milliseconds)
     monkeypatch.setattr(module, "launching_ms", lambda call, device: call() or pace.get("launching", 1.0))
@@ -237,7 +240,7 @@ def test_long_steps_are_measured_less_often(clock: dict[Any, float]) -> None:
     runtime = make_runtime()
     trials = runtime.trials
     for ms, repeats, sizes in (
-        (20.0, 3, [640, 1024, 2048]),
+        (20.0, 5, [640, 1024, 2048]),
         (150.0, 2, [640, 1024, 2048]),
         (400.0, 1, [640, 1024, 2048]),
     ):
@@ -305,3 +308,19 @@ def test_a_slow_collective_is_refused_unless_whole_steps_decide(
     runtime.device = torch.device("cpu")
     runtime.residual, runtime.workspace.hidden, runtime.workspace.dtype = torch.zeros(4, 4), 4, torch.float32
     assert (first_use.slower_collective(runtime) is not None) == refused
+
+
+def test_calls_take_turns_and_their_first_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, order = [0.0], []
+
+    def call(name: str, seconds: list[float]) -> Any:
+        def run() -> None:
+            order.append(name)
+            now[0] += seconds.pop(0)
+
+        return run
+
+    monkeypatch.setattr("tokenweave.integrations.vllm.measured.time.perf_counter", lambda: now[0])
+    calls = [call("a", [9.0, 1.0, 5.0, 1.0]), call("b", [0.1, 2.0, 2.0, 3.0])]
+    assert milliseconds(calls, torch.device("cpu"), 3) == pytest.approx([1000.0, 2000.0])
+    assert order == ["a", "b"] * 4

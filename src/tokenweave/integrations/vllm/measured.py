@@ -23,9 +23,9 @@ MARGIN = 0.99  # a mode must take at most this share of stock's time: clocks wan
 SIZES = (16, 64, 256, 512, 640, 1024, 2048, 4096, 8192)  # rows
 WOVEN_ROWS = 512  # smaller steps are not woven: halves of a tile each
 SCHEME_SIZES = (1024, 2048)  # rows of the steps in which schemes are compared
-REPEATS = 3
+REPEATS = 5
 HOST_MARGIN = 1.25  # the process that launches a step also prepares the next one
-LONG_MS = 100.0  # a step that is predicted to take longer is not repeated as often
+LONG_MS = 60.0  # a step that is predicted to take longer is not repeated as often
 MOST_MS = (
     500.0  # sizes that are predicted to take longer are not measured: they would cost more of the start than they tell
 )
@@ -97,17 +97,18 @@ class Measured:
         return "; ".join([*texts, f"to launch one: {fused:.1f} fused, {woven:.1f} woven"])
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall time of a call, the host's part included, after one that is not counted. ``repeats`` are the same on all
-    ranks, whose calls wait for each other."""
-    times = []
+def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[float]:
+    """Median wall time of each call, the host's part included, after a round that is not counted. They take turns, so that a
+    clock that wanders does so for all. ``repeats`` are the same on all ranks, whose calls wait for each other."""
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize(device)
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times[1:])
+        for call, of in zip(calls, times, strict=True):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            call()
+            torch.cuda.synchronize(device)
+            of.append((time.perf_counter() - began) * 1e3)
+    return [statistics.median(of[1:]) for of in times]
 
 
 def launching_ms(call: Callable[[], object], device: torch.device) -> float:
