@@ -426,3 +426,8 @@ def test_gpus_are_recognised(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RequestError, match="sm_70"):
         describe("Tesla V100", "sm_70", 80)
     assert local_gpu().sms >= 1
+
+
+def test_a_name_in_the_place_of_a_configuration_says_how_to_get_one():
+    with pytest.raises(ModelError, match=r"read_config\(\.\.\.\) makes one"):
+        Planner("Llama-3.1-8B", "h200", 2)  # type: ignore[arg-type]

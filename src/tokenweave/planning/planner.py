@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenweave.errors import RequestError
+from tokenweave.errors import ModelError, RequestError
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.asked import asked_mode
 from tokenweave.planning.batch import Batch, runs_of
@@ -61,7 +61,7 @@ class Planner:
 
     Raises:
         RequestError: an unknown GPU, mode or transport, tp < 1, or more GPUs than one host's transports join.
-        ModelError: more ranks than query heads.
+        ModelError: more ranks than query heads; something else than a :class:`ModelConfig`.
     """
 
     def __init__(
@@ -73,6 +73,10 @@ class Planner:
         mode: Mode | str | None = None,
         costs: Costs | None = None,
     ) -> None:
+        if not isinstance(config, ModelConfig):
+            raise ModelError(
+                f"Planner: config={config!r}; expected a ModelConfig: read_config(...) makes one of a folder or a name"
+            )
         if costs is None:
             costs = machine = machine_of(gpu, tp, transport)
             if gpu is None:  # this machine: it may have been measured
