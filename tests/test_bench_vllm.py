@@ -28,6 +28,7 @@ from tokenweave.models.config import builtin_names, read_config
 # A prefill takes 20 us a token, a third less with TokenWeave on; a decoding step 2 ms. Tokens follow from the prompt alone.
 ENGINE = """
 import asyncio, os, sys
+from prometheus_client import REGISTRY
 from types import SimpleNamespace as Thing
 
 class AsyncLLM:
@@ -64,6 +65,7 @@ class AsyncLLM:
             if not self.left:
                 os._exit(3)
             await asyncio.sleep(0)
+        REGISTRY.requests += 1
         ids = prompt["prompt_token_ids"]
         faster = 2 / 3 if os.environ["TOKENWEAVE"] != "0" else 1.0
         await asyncio.sleep(20e-6 * len(ids) * faster)
@@ -78,7 +80,26 @@ class AsyncLLM:
     def shutdown(self):
         print("shut down", flush=True)
 """
+# The plugin's steps, one a request, and what else is there to be asked.
+PROMETHEUS = """
+import os
+from types import SimpleNamespace as Thing
+
+class Registry:
+    requests = 0
+
+    def collect(self):
+        if os.environ["TOKENWEAVE"] != "0":
+            labels = {"model_name": "m", "engine": "0", "mode": "woven"}
+            steps = [Thing(labels=labels, value=float(self.requests)), Thing(labels={"mode": "fused"}, value=0.0)]
+            yield Thing(name="tokenweave:steps", type="counter", samples=steps)
+            yield Thing(name="tokenweave:state", type="gauge", samples=[Thing(labels={"state": "on"}, value=1.0)])
+        yield Thing(name="vllm:requests", type="counter", samples=[Thing(labels={}, value=7.0)])
+
+REGISTRY = Registry()
+"""
 FILES = {
+    "../prometheus_client.py": PROMETHEUS,
     "__init__.py": "__version__ = '0.26.0'\nfrom types import SimpleNamespace as SamplingParams",
     "sampling_params.py": "class RequestOutputKind:\n    DELTA = 1",
     "usage/usage_lib.py": "class UsageContext:\n    OPENAI_API_SERVER = 'server'",
@@ -151,6 +172,7 @@ def test_all_configurations_one_after_the_other(vllm: Path, capsys: pytest.Captu
     )
     assert trace[-1]["throughput_over_best"] == pytest.approx(trace[-1]["requests_per_s"] / trace[3]["requests_per_s"])
     for row in trace:
+        assert row.get("plugin") == ({"steps mode=woven": 5} if row["configuration"] == "tokenweave" else None)
         assert row["requests"] == 5
         assert row["requests_per_s"] == pytest.approx(5 / row["seconds"])
         assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"]
@@ -164,6 +186,7 @@ def test_all_configurations_one_after_the_other(vllm: Path, capsys: pytest.Captu
         "requests of sharegpt",
         "requests of arxiv_summ",
         "4 of 4 requests equal",
+        "tokenweave: steps mode=woven 5",
         "not paired",
     ):
         assert word in out

@@ -40,19 +40,22 @@ def test_the_benchmarks_engine_answers_with_times_and_tokens(tmp_path: Path) -> 
     model = harness.tiny_model(tmp_path / "model")
     (tmp_path / "engine.json").write_text(json.dumps({**ENGINE, "model": str(model)}))
     commands = [{"do": "reset"}, {"do": "replay", "requests": REQUESTS, "keep_tokens": True}]
-    ready, reset, replayed = harness.call(served, {"folder": str(tmp_path), "commands": commands})[""]
+    env = {"TOKENWEAVE": "force", "TOKENWEAVE_MODE": "fused"}
+    ready, reset, replayed = harness.call(served, {"folder": str(tmp_path), "commands": commands}, env=env)[""]
     assert ready["vllm"].startswith("0.32.0")
     assert ready["kv_tokens"] > 256
     assert (ready["max_num_seqs"], ready["max_num_batched_tokens"], ready["cudagraph_mode"]) == (16, 128, "NONE")
     assert ready["chunked_prefill"]
     assert ready["prefix_caching"]
-    assert ready["model_class"] == "vllm.model_executor.models.llama:LlamaForCausalLM"
+    assert ready["model_class"] == "tokenweave.integrations.vllm.models:LlamaForCausalLM"
     assert reset == {}
     prompts = [prompt(request["prompt"], 160, request["seed"]) for request in REQUESTS]
     for request, found, ids in zip(REQUESTS, replayed["requests"], prompts, strict=True):
         (expected,) = harness.transformers_tokens(model, [ids], request["output"])
         assert found["tokens"] == expected
         assert request["at"] <= found["sent"] < found["first"] < found["last"]
+    assert replayed["plugin"]["steps mode=fused"] >= 2
+    assert replayed["plugin"]["tokens mode=fused"] == 220 + 4 + 2  # the last tokens are not fed back
 
 
 def test_doctor_reads_this_vllm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,6 +243,8 @@ class VllmBench:
                 self._ask(engines, engine, "reset")
                 if answer := self._replay(engines, engine, requests):
                     row = served(requests, answer["requests"])
+                    if counts := answer.get("plugin"):
+                        row["plugin"] = counts
                     named = {"phase": "trace", "trace": trace.name, "configuration": engine.name}
                     self._result["rows"].append({**named, **row})
                     self._say(f"{engine.name}: {len(requests)} requests of {trace.name} in {row['seconds']:.1f} s")

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,19 @@ def prompt(length: int, vocab: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(min(LOWEST_TOKEN, vocab - 1), vocab, length).tolist()
 
 
+def plugin_counts() -> dict[str, int]:
+    """The plugin's counters in this process's Prometheus registry, such as ``steps mode=woven``; none where it is off."""
+    from prometheus_client import REGISTRY  # of vLLM's requirements
+
+    found: Counter[str] = Counter()
+    for family in REGISTRY.collect():
+        kind, _, name = family.name.partition(":")
+        for sample in family.samples if kind == "tokenweave" and family.type == "counter" else ():
+            label = next(f"{key}={value}" for key, value in sample.labels.items() if key in ("mode", "reason"))
+            found[f"{name} {label}"] += int(sample.value)
+    return dict(found)
+
+
 class Server:
     """Answers commands with a running engine.
 
@@ -64,10 +78,11 @@ class Server:
 
         Returns:
             ``requests``: of each ``sent``, ``first``, ``last`` (seconds after the start), ``count`` of its tokens, and
-            ``tokens`` if asked for. ``step``: :func:`steady_step`.
+            ``tokens`` if asked for. ``step``: :func:`steady_step`. ``plugin``: what the plugin counted meanwhile, by metric.
         """
         prompts = [prompt(each["prompt"], self._vocab, each["seed"]) for each in requests]
         gc.collect()
+        before = plugin_counts()
         start = time.perf_counter()
         answers = await asyncio.gather(
             *(
@@ -79,7 +94,12 @@ class Server:
         for sent, times, tokens in answers:
             one = {"sent": sent - start, "first": times[0] - start, "last": times[-1] - start, "count": len(times)}
             found.append({**one, "tokens": tokens} if keep_tokens else one)
-        return {"requests": found, "step": steady_step([times for _, times, _ in answers])}
+        counted = {name: count - before.get(name, 0) for name, count in plugin_counts().items()}
+        return {
+            "requests": found,
+            "step": steady_step([times for _, times, _ in answers]),
+            "plugin": {name: count for name, count in counted.items() if count},
+        }
 
     async def reset(self) -> dict[str, Any]:
         """Forgets cached prefixes."""

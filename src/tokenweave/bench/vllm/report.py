@@ -189,7 +189,13 @@ def _trace_table(name: str, rows: list[dict[str, Any]]) -> str:
                 *("-" if value is None else f"{value:.3f}" for value in over),
             ]
         )
-    return f"{rows[0]['requests']} requests of {name}\n{_aligned(lines)}"
+    counts = "".join(f"\n{row['configuration']}: {_counted(row['plugin'])}" for row in rows if row.get("plugin"))
+    return f"{rows[0]['requests']} requests of {name}\n{_aligned(lines)}{counts}"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    """``steps mode=woven 179, ...``."""
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _starts(engines: list[dict[str, Any]]) -> str:
