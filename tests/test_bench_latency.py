@@ -158,6 +158,7 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
         assert row["ms_per_layer"] == row["ms"] / 2
         assert row["replays"] == 2, "two of four layers"
         assert row["host_ms"]["eager"] > 0
+        assert row["host_ms_per_layer"]["eager"] == pytest.approx(row["host_ms"]["eager"] / result["config"]["layers"])
         assert row["power_w"] == 500
         replays = 96 / row["sustained"]["joules"] * 2  # two GPUs
         assert replays == pytest.approx(round(replays))

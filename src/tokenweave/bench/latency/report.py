@@ -70,6 +70,7 @@ def _row(measured: Measured, mode: str) -> dict[str, Any]:
         "replays": measured.replays,
         "plan": None if variant.plan is None else plan_json(variant.plan),
         "host_ms": measured.host[variant.key],
+        "host_ms_per_layer": {how: ms / measured.layers for how, ms in measured.host[variant.key].items()},
         "error": measured.errors[variant.key],
         "power_w": draw and draw["median"],
         "sm_mhz": speed and speed["median"],
@@ -169,7 +170,7 @@ def text(result: dict[str, Any]) -> str:
         f"{settings['model']}, {settings['layers']} layers, {settings['ranks']} ranks, {settings['dtype']}, "
         f"transport {settings['transport']}",
         f"{'tokens':>6} {'mode':10} {'ms':>9} {'ms/layer':>9} {'vs sequential':>22} {'no_comm / it':>22} "
-        f"{'host eager/graph':>17} {'busy':>5} {'hidden':>6} {'waits':>6} {'W':>5} {'MHz':>5} {'limit':>6} {'mJ/tok':>7}  variant",
+        f"{'host eager/graph':>17} {'a layer':>13} {'busy':>5} {'hidden':>6} {'waits':>6} {'W':>5} {'MHz':>5} {'limit':>6} {'mJ/tok':>7}  variant",
     ]
     lines += [_line(row) for row in result["rows"]]
     for row in result["rows"]:
@@ -205,6 +206,7 @@ def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['tokens']:>6} {row['mode']:10} {row['ms']:>9.3f} {row['ms_per_layer']:>9.4f} {ratios[0]:>22} "
         f"{ratios[1]:>22} {row['host_ms']['eager']:>9.2f}/{row['host_ms']['graph']:.3f} "
+        f"{row['host_ms_per_layer']['eager']:>7.3f}/{row['host_ms_per_layer']['graph']:.3f} "
         f"{traced[0]:>5} {traced[1]:>6} {traced[2]:>6} "
         f"{row['power_w'] or 0:>5.0f} {row['sm_mhz'] or 0:>5.0f} {limit:>6} {joules:>7}  {variant}"
     )
