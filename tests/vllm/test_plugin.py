@@ -118,6 +118,59 @@ def failing_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[st
     return {"tokens": harness.generate(llm, prompts, max_tokens), "off": str(runtime.off)}
 
 
+class Padded:
+    """In the place of graphs, which CPUs have none of: steps run as in a graph that was made for full ones, of whose rows most
+    may be padding and of whose requests most are empty. What lies there is poison where that may be, else something valid."""
+
+    least_rows = 1
+
+    def __init__(self, runtime: Any) -> None:
+        self.runtime, self.padding = runtime, 0
+
+    def rows_of(self, rows: int) -> int:
+        return self.runtime.max_rows
+
+    def has_room(self, requests: int) -> bool:
+        return True
+
+    def find(self, plan: Any, capacity: int, requests: int) -> Any:
+        return plan, capacity
+
+    def run(self, found: Any, tables: Any) -> None:
+        from tokenweave.integrations.vllm.cut import Tables
+        from tokenweave.integrations.vllm.step import Cut
+
+        (plan, capacity), room, rows = found, 3 * self.runtime.max_requests, len(tables.token_ids)
+        self.padding = max(self.padding, capacity - rows)
+
+        def padded(of: torch.Tensor, length: int, value: int) -> torch.Tensor:
+            more = of.new_full((length - len(of), *of.shape[1:]), value)
+            return torch.cat([of, more])
+
+        whole = Tables(
+            padded(tables.token_ids, capacity, 11),
+            padded(tables.positions, capacity, 99),
+            padded(tables.query_start_loc, room + 1, rows),
+            padded(tables.seq_lens, room, 0),
+            padded(tables.block_table, room, 0),
+            padded(tables.slots, capacity, -1),
+            tables.metadata,
+        )
+        self.runtime.residual.fill_(float("nan"))
+        cut = Cut(plan, capacity, whole, longest_query=capacity, longest_sequence=self.runtime.max_length)
+        self.runtime.walk(cut, whole.query_start_loc[-1:])
+
+
+def padded(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    runtime = harness.model_of(llm).tokenweave
+    runtime.graphs = graphs = Padded(runtime)
+    try:
+        found = in_modes(llm, prompts, max_tokens)
+    finally:
+        runtime.graphs = None
+    return {**found, "replays": runtime.steps.graphs, "padding": graphs.padding, "off": str(runtime.off)}
+
+
 def class_of(llm: Any) -> str:
     import sys
 
@@ -151,6 +204,7 @@ def off(folders: dict[str, Path]) -> harness.Run:
 def on(folders: dict[str, Path]) -> harness.Run:
     scenarios = {
         "modes": harness.Scenario(in_modes, ARGUMENTS),
+        "padded": harness.Scenario(padded, ARGUMENTS),
         "aborted": harness.Scenario(aborted, ARGUMENTS),
         "hit": harness.Scenario(same_step_hit, {"veto": True}),
         "hit without veto": harness.Scenario(same_step_hit, {"veto": False}),
@@ -174,6 +228,15 @@ def test_every_mode_gives_the_tokens_of_the_engine_without_the_plugin(off: harne
         assert rank["steps"]["fused"] > 10
         assert rank["stock"] == {"planner": rank["stock"]["planner"]}
     assert "TokenWeave: mode auto, torch transport" in on.log
+
+
+def test_steps_in_graphs_of_larger_ones_give_the_same_tokens(off: harness.Run, on: harness.Run) -> None:
+    for rank in on.ranks("padded"):
+        assert rank["off"] == "None"
+        assert rank["padding"] > 100
+        assert rank["replays"] > 20
+        for mode in MODES:
+            assert rank[mode] == rank[mode + " again"] == off["tokens"], mode
 
 
 def test_requests_that_are_aborted_leave_the_others_as_they_were(off: harness.Run, on: harness.Run) -> None:
