@@ -207,3 +207,20 @@ def test_topology_as_nvidia_smi_prints_it():
     assert links[0, 2] == 0
     assert (0, 0) not in links
     assert machine.parse_topology("") == {}
+
+
+def test_the_cache_and_what_it_holds(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TOKENWEAVE_CACHE", str(tmp_path / "cache"))
+    assert machine.judge_cache() == machine.Verdict(str(tmp_path / "cache"), "compiled kernels 0, tuned tables 0")
+    (tmp_path / "cache" / "profiles").mkdir(parents=True)
+    (tmp_path / "cache" / "profiles" / "a.json").touch()
+    assert machine.judge_cache().why == "compiled kernels 0, tuned tables 1"
+    assert main(["doctor"]) == 0
+    assert f"cache       {tmp_path / 'cache'}: compiled kernels 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", ["file/cache", "x" * 300])
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch, where):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tokenweave.cache.os.environ", {"TOKENWEAVE_CACHE": f"{tmp_path}/{where}"})
+    assert "it cannot be written, so that each process compiles" in machine.judge_cache().why

@@ -59,6 +59,7 @@ def text(report: Report) -> str:
     lines.append(f"multicast   {report.multicast.value}: {report.multicast.why}")
     lines.append(f"transport   {report.transport.value}: {report.transport.why}")
     lines.append(f"attention   {report.attention.value}: {report.attention.why}")
+    lines.append(f"cache       {report.cache.value}: {report.cache.why}")
     for advice in report.advice:
         lines += ["", f"{'PROBLEM' if advice.fatal else 'hint'}: {advice.what}", f"    {advice.remedy}"]
     return "\n".join(lines)

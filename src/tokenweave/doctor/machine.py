@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tokenweave.cache import cache_dir
+
 PYTHON_MIN = (3, 10)
 TORCH_MIN = (2, 11)
 TORCH_INSTALL = "pip install 'torch>=2.11'"
@@ -85,6 +87,7 @@ class Report:
     multicast: Verdict = field(default_factory=lambda: Verdict("no", "no GPU"))
     transport: Verdict = field(default_factory=lambda: Verdict("none", "torch is missing"))
     attention: Verdict = field(default_factory=lambda: Verdict("none", "torch is missing"))
+    cache: Verdict = field(default_factory=lambda: Verdict("", "not looked at"))
     advice: tuple[Advice, ...] = ()
 
     @property
@@ -155,6 +158,7 @@ def examine() -> Report:
         gpus=gpus,
         links=links,
         multicast=judge_multicast(gpus, os.environ),
+        cache=judge_cache(),
         advice=tuple(advice),
     )
     return replace(report, transport=judge_transport(report), attention=judge_attention(report))
@@ -217,6 +221,21 @@ def judge_transport(report: Report) -> Verdict:
         if absent:
             return Verdict("torch", f"{value} needs {', '.join(absent)}")
     return Verdict(value, why)
+
+
+def judge_cache() -> Verdict:
+    """The folder of compiled kernels and tuned tables, and what is in it or why nothing will be."""
+    kernels, tables = cache_dir("kernels"), cache_dir("profiles")
+    try:
+        counts = [sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0 for folder in (kernels, tables)]
+        there = next((folder for folder in (kernels, *kernels.parents) if folder.exists()), None)
+        writable = there is not None and there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except (OSError, ValueError):
+        counts, writable = [0, 0], False
+    held = f"compiled kernels {counts[0]}, tuned tables {counts[1]}"
+    if not writable:
+        held += "; it cannot be written, so that each process compiles for itself: TOKENWEAVE_CACHE names another"
+    return Verdict(str(kernels.parent), held)
 
 
 def judge_attention(report: Report) -> Verdict:

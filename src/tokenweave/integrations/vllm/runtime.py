@@ -239,7 +239,7 @@ class Runtime:
         context = self.compat.forward_context(self.vllm_config, self.layer_names, metadata, tables.slots[start:stop])
         real = padding = None
         if row_count is not None:
-            real = (row_count - start).clamp_(min=0)
+            real = (row_count - start).clamp_(min=0) if start else row_count
             if not self.dense:  # rows of padding must be finite there
                 last = torch.arange(max(0, tokens - TILE), tokens, device=self.device, dtype=torch.int32)
                 padding = (last >= real).unsqueeze(1)
