@@ -2,13 +2,14 @@
 
     TOKENWEAVE=1 python benchmarks/vllm_check/check.py --requests 100 --json check.json
 
-The model has random weights: Llama-3.1-8B, or another built-in configuration (Llama-3.2-1B has heads of 64), or a folder.
-Its mode is switched in the running engine, so that all modes share weights, cache and clocks. ``stock`` is vLLM's own path
+The model has random weights: Llama-3.1-8B, or another built-in configuration (Llama-3.2-1B has heads of 64), or a folder
+with a config.json; of a folder with safetensors those are loaded. Its mode is switched in the running engine, so that all modes share weights, cache and clocks. ``stock`` is vLLM's own path
 in the same engine.
 
 Correctness: batches of prompts of random lengths, prefilled in chunks beside decodes, with every mode; what is compared are
-log-probabilities of the first tokens, and the share of equal greedy tokens. A prefix that a second request of the same step
-hits is one of the batches. Speed: one prompt and one token, in rounds of all modes in random order.
+log-probabilities of the first tokens, the share of equal greedy tokens, and, where tokens part, by how much stock preferred its
+own: a tie that rounding breaks is a small difference, a fault is none. A prefix that a second request of the same step hits is
+one of the batches. Speed: one prompt and one token, in rounds of all modes in random order.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ class Check:
         from vllm import LLM
 
         folder, _ = model_folder(options.model, made)
+        weights = any(folder.glob("*.safetensors"))
         config = read_json(folder / "config.json")
         self.vocab = config["vocab_size"]
         layers = options.layers or config["num_hidden_layers"]
@@ -124,7 +126,7 @@ class Check:
         began = time.perf_counter()
         self.llm = LLM(
             str(folder),
-            load_format="dummy",
+            load_format="auto" if weights else "dummy",
             hf_overrides=overrides,
             skip_tokenizer_init=True,
             tensor_parallel_size=options.tp,
@@ -135,7 +137,8 @@ class Check:
         )
         self.result: dict[str, Any] = {"model": options.model, "layers": layers, "tp": options.tp}
         self.result["start_s"] = round(time.perf_counter() - began, 1)
-        self.llm.collective_rpc(_randomise)
+        if not weights:
+            self.llm.collective_rpc(_randomise)
 
     def switch(self, mode: str) -> None:
         self.llm.reset_prefix_cache()
@@ -156,7 +159,7 @@ class Check:
     def layouts(self, count: int, tokens: int) -> None:
         """Random batches in all modes against stock."""
         generator = random.Random(1)
-        worst = dict.fromkeys(MODES, 0.0)
+        worst, broken = dict.fromkeys(MODES, 0.0), dict.fromkeys(MODES, 0.0)
         equal, total = dict.fromkeys(MODES, 0), 0
         for number in range(count):
             batch = [self.prompt(generator, self.length(generator)) for _ in range(generator.choice((1, 2, 3, 8, 24)))]
@@ -169,11 +172,15 @@ class Check:
                 answers[mode if mode not in answers else "again"] = self.generate(batch, tokens, logprobs=5)
             total += sum(len(answer.token_ids) for answer in answers["stock"])
             for mode, name in (("stock", "again"), ("fused", "fused"), ("woven", "woven")):
-                difference, same = _compare(answers["stock"], answers[name])
-                worst[mode] = max(worst[mode], difference)
+                difference, same, tie = _compare(answers["stock"], answers[name])
+                worst[mode], broken[mode] = max(worst[mode], difference), max(broken[mode], tie)
                 equal[mode] += same
         self.result["layouts"] = {
-            mode: {"largest_logprob_difference": round(worst[mode], 4), "equal_tokens": round(equal[mode] / total, 4)}
+            mode: {
+                "largest_logprob_difference": round(worst[mode], 4),
+                "equal_tokens": round(equal[mode] / total, 4),
+                "largest_tie_broken": round(broken[mode], 4),
+            }
             for mode in MODES
         }
         print("LAYOUTS", json.dumps(self.result["layouts"]), flush=True)
@@ -221,20 +228,22 @@ class Check:
         return self.llm.collective_rpc(_state)[0]
 
 
-def _compare(stock: list[Any], other: list[Any]) -> tuple[float, int]:
-    """(largest difference of a log-probability of the first token, equal tokens before the first different one)."""
-    worst, same = 0.0, 0
+def _compare(stock: list[Any], other: list[Any]) -> tuple[float, int, float]:
+    """(largest difference of a log-probability of the first token, equal tokens before the first different one, by how much
+    stock's log-probability of its own token there was above the other's)."""
+    worst, same, tie = 0.0, 0, 0.0
     for a, b in zip(stock, other, strict=True):
         first, second = a.logprobs[0], b.logprobs[0]
         both = set(first) & set(second)
         worst = max([worst, *(abs(first[token].logprob - second[token].logprob) for token in both)])
         if not both:
             worst = float("inf")
-        for x, y in zip(a.token_ids, b.token_ids, strict=True):
+        for x, y, known in zip(a.token_ids, b.token_ids, a.logprobs, strict=True):
             if x != y:
+                tie = max(tie, known[x].logprob - known[y].logprob if y in known else math.inf)
                 break
             same += 1
-    return worst, same
+    return worst, same, tie
 
 
 def main() -> None:
