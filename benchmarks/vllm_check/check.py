@@ -88,6 +88,7 @@ def _state(worker: Any) -> dict[str, Any]:
         "off": str(runtime.off),
         "transport": runtime.workspace.transport,
         "graphs": 0 if runtime.graphs is None else len(runtime.graphs),
+        "modes": {str(mode): count for mode, count in runtime.steps.modes.items()},
         "reasons": {str(reason): count for reason, count in runtime.steps.reasons.items()},
         "allocated_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.memory_reserved() / 2**30, 2),
@@ -212,14 +213,14 @@ class Check:
             print("LATENCY", size, json.dumps(row), flush=True)
         self.result["latency"] = table
 
-    def requests(self, count: int) -> None:
+    def requests(self, count: int, output: int) -> None:
         """Many requests of mixed lengths at once, in auto mode: none may hang, and nothing may leak."""
         generator = random.Random(3)
         self.switch("auto")
         prompts = [self.prompt(generator, self.length(generator)) for _ in range(count)]
         for turn in range(2):
             began = time.perf_counter()
-            answers = self.generate(prompts, 16)
+            answers = self.generate(prompts, output)
             seconds = time.perf_counter() - began
             print("REQUESTS", count, f"{seconds:.1f} s", json.dumps(self.state()), flush=True)
             self.result[f"requests_{turn}"] = {"count": len(answers), "seconds": round(seconds, 2), **self.state()}
@@ -259,6 +260,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layouts", type=int, default=20, help="random batches to compare")
     parser.add_argument("--requests", type=int, default=0, help="requests of the endurance run")
+    parser.add_argument("--output", type=int, default=16, help="tokens that each of them makes")
     parser.add_argument("--max-model-len", type=int, default=16400)
     parser.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
     parser.add_argument("--json", help="file for the figures")
@@ -286,7 +288,7 @@ def run(options: argparse.Namespace, made: Path) -> None:
             sizes = [int(size) for size in options.tokens.split(",")]
             check.latency(sizes, options.rounds, tuple(options.modes.split(",")))
         if options.requests:
-            check.requests(options.requests)
+            check.requests(options.requests, options.output)
     finally:
         check.result |= {"environment": describe(), "state": check.state()}
         print("STATE", json.dumps(check.result["state"]), flush=True)

@@ -8,7 +8,6 @@ from typing import Any
 import harness
 import pytest
 import torch
-import transformers
 
 MODES = ("sequential", "fused", "woven")
 FAMILIES = {
@@ -318,41 +317,16 @@ TEXTS = ["The capital of France is", STORY, "Water boils at a temperature of", S
 def smollm2(
     tmp_path_factory: pytest.TempPathFactory, smollm2_gguf: Path
 ) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """(model, prompts, transformers' greedy tokens). SmolLM2-135M has 9 heads in 3 groups, which vLLM does not divide by 2:
-    a fourth group of heads whose weights are zero changes nothing."""
+    """(model, prompts, transformers' greedy tokens)."""
     from tokenweave.models import load_tokenizer
-    from tokenweave.models.config import read_config
-    from tokenweave.models.loading import open_weights
 
-    tokenizer, config = load_tokenizer(smollm2_gguf), read_config(smollm2_gguf)
+    tokenizer, folder = load_tokenizer(smollm2_gguf), tmp_path_factory.mktemp("smollm2")
     prompts = [tokenizer.encode(text) for text in TEXTS]
-    weights = open_weights(smollm2_gguf, config.head_dim)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.intermediate,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads + 3,
-            num_key_value_heads=config.kv_heads + 1,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.context,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=True,
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            stored = weights.read(name).float()
-            parameter.zero_()
-            parameter[tuple(slice(0, n) for n in stored.shape)] = stored
+    model = harness.smollm2_model(smollm2_gguf, folder)
     expected = []
     for prompt in prompts:
         whole = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
         expected.append(whole[0, len(prompt) :].tolist())
-    folder = tmp_path_factory.mktemp("smollm2")
-    model.save_pretrained(folder)
     return folder, prompts, expected
 
 
