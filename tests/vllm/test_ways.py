@@ -47,6 +47,7 @@ def test_times_are_interpolated_and_grow_with_the_rows_beyond() -> None:
 def test_the_fastest_way_and_when_a_graph_has_paid_for_itself() -> None:
     ways = Ways(layers=10)
     assert ways.price_ms == 10 * CAPTURE_MS == 30.0
+    assert Ways(layers=10, alike=False).price_ms == 50.0
     times = Times(own=10.0, larger=14.0, launched=15.0, stock=20.0)
     assert times.fastest() == (Way.LARGER, 14.0)
     assert [ways.choose("a", times) for _ in range(8)] == [*[Way.LARGER] * 7, None]

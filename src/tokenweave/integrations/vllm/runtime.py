@@ -97,7 +97,7 @@ class Runtime:
         self.choice = Choice(planner, mode, plain=plain)
         self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
         self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
-        self.ways = Ways(numbers.layers)
+        self.ways = Ways(numbers.layers, alike=self.dense)
         self.warmed_up = False
 
     @functools.cached_property

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 CAPTURE_MS = 3.0  # of a graph, a layer: measured 2.5 (H200, 32 layers woven)
+LAUNCH_MS = 2.0  # a layer that runs before the capture, woven, kernel by kernel (the same machine's host)
 
 
 class Way(Enum):
@@ -50,11 +51,11 @@ class Ways:
     """Decides; with the same times alike on all ranks.
 
     Args:
-        layers: of the model.
+        layers: of the model. alike: whether they are, so that few of them run before a capture.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.price_ms = CAPTURE_MS * layers
+    def __init__(self, layers: int, *, alike: bool = True) -> None:
+        self.price_ms = layers * (CAPTURE_MS if alike else CAPTURE_MS + LAUNCH_MS)
         self._lost_ms: defaultdict[Hashable, float] = defaultdict(float)
 
     def choose(self, key: Hashable, times: Times) -> Way | None:
