@@ -241,14 +241,41 @@ def test_long_steps_are_measured_less_often(clock: dict[Any, float]) -> None:
     trials = runtime.trials
     for ms, repeats, sizes in (
         (20.0, 5, [640, 1024, 2048]),
-        (150.0, 2, [640, 1024, 2048]),
-        (400.0, 1, [640, 1024, 2048]),
+        (100.0, 2, [640, 1024, 2048]),
+        (300.0, 1, [640, 1024, 2048]),
     ):
         trials._predicted_ms = lambda size, ms=ms: ms
         assert (trials._repeats(1024), trials.sizes) == (repeats, sizes)
-    trials._predicted_ms = lambda size: size / 2
-    assert trials.sizes == [640]
-    assert trials.scheme_sizes == []
+    trials._predicted_ms = lambda size: size / 8
+    assert trials.sizes == [640, 1024, 2048]
+    assert trials.scheme_sizes == [1024]
+    trials._predicted_ms = lambda size: size / 4
+    assert (trials.sizes, trials.scheme_sizes) == ([640, 1024], [])
+
+
+@pytest.mark.parametrize(("each", "made"), [(1.0, 11), (2.0, 5), (100.0, 4), (0.01, 24)])
+def test_as_many_graphs_are_made_as_there_is_time_for(
+    each: float, made: int, clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()  # nothing is measured, so that none is there before
+    monkeypatch.setattr(module, "CAPTURE_MS", 1e3 * each / 32)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    found = [(graph.capacity, graph.room) for graph in runtime.graphs._graphs.values()]
+    assert len(found) == made
+    assert {(2048, 16), (2048, REQUESTS)} <= set(found)
+
+
+def test_what_was_measured_is_kept_when_there_is_no_time_left(
+    clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    clock.update({Mode.FUSED: 9.0, Mode.WOVEN: 10.0})
+    monkeypatch.setattr(warm_up, "START_S", -1.0)
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({640: 10.0, 1024: 15.0, 2048: 30.0}, []))
+    found = {(graph.capacity, graph.room) for graph in runtime.graphs._graphs.values()}
+    assert {(640, 16), (1024, 16), (2048, 16)} <= found  # timed
+    assert len(found) == 3 + warm_up.LEAST_GRAPHS
+    assert {graph.cut.plan.mode for graph in runtime.graphs._graphs.values()} == {Mode.FUSED}
 
 
 def test_dummy_steps_fill_their_size_and_write_no_cache(clock: dict[Mode, float]) -> None:

@@ -23,11 +23,12 @@ MARGIN = 0.99  # a mode must take at most this share of stock's time: clocks wan
 SIZES = (16, 64, 256, 512, 640, 1024, 2048, 4096, 8192)  # rows
 WOVEN_ROWS = 512  # smaller steps are not woven: halves of a tile each
 SCHEME_SIZES = (1024, 2048)  # rows of the steps in which schemes are compared
+SCHEME_MS = 150.0  # unless they are predicted to take longer
 REPEATS = 5
 HOST_MARGIN = 1.25  # the process that launches a step also prepares the next one
-LONG_MS = 60.0  # a step that is predicted to take longer is not repeated as often
+SIZE_MS = 250.0  # the rounds of a size take each mode about so long, by prediction
 MOST_MS = (
-    500.0  # sizes that are predicted to take longer are not measured: they would cost more of the start than they tell
+    300.0  # sizes that are predicted to take longer are not measured: they would cost more of the start than they tell
 )
 
 

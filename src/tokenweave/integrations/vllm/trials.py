@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,15 +18,17 @@ from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.decide import plan_of
 from tokenweave.integrations.vllm.graphs import MAX_GRAPHS, MAX_ROWS, SMALL_ROWS, TILE, Graph, Graphs, key_of
 from tokenweave.integrations.vllm.measured import (
-    LONG_MS,
     MOST_MS,
     REPEATS,
+    SCHEME_MS,
     SCHEME_SIZES,
+    SIZE_MS,
     SIZES,
     WOVEN_ROWS,
     launching_ms,
     milliseconds,
 )
+from tokenweave.integrations.vllm.ways import CAPTURE_MS
 from tokenweave.planning import Mode, Plan
 from tokenweave.planning.batch import Batch, runs_of
 
@@ -32,7 +36,6 @@ if TYPE_CHECKING:
     from tokenweave.integrations.vllm.runtime import Runtime
 
 LAYERS_TIMED = 4  # of a model, to know how long the host takes for all: few enough that no launch waits for the GPU
-LAYERS_AT_START = 2400  # layers of all graphs that are made at the start, at some 2.5 ms each
 
 
 class Trials:
@@ -44,6 +47,7 @@ class Trials:
 
     def __init__(self, runtime: Runtime, graphs: Graphs) -> None:
         self._runtime, self._graphs = runtime, graphs
+        self._captures: list[float] = []  # seconds
 
     @property
     def sizes(self) -> list[int]:
@@ -55,12 +59,18 @@ class Trials:
     def scheme_sizes(self) -> list[int]:
         """Rows of the steps in which schemes are compared, ascending; none where there is one scheme."""
         sizes = self.sizes if len(self._runtime.choice.tried) > 1 else []
-        return [size for size in SCHEME_SIZES if size in sizes]
+        return [size for size in SCHEME_SIZES if size in sizes and self._predicted_ms(size) <= SCHEME_MS]
 
     @property
     def measures_modes(self) -> bool:
         """Whether modes are to be measured at the start: none was given, and there are sizes."""
         return self._runtime.choice.mode is None and bool(self.sizes)
+
+    @property
+    def capture_s(self) -> float:
+        """What a graph takes to be made, by those that were; by prediction before the first."""
+        layers = len(self._runtime.model.layers)
+        return statistics.median(self._captures) if self._captures else CAPTURE_MS * layers / 1e3
 
     def time_schemes(self, tables: Tables) -> list[list[float]]:
         """This rank's ms of a woven step of each of :attr:`scheme_sizes`, in each of ``runtime.choice.tried``. Every rank calls
@@ -105,17 +115,23 @@ class Trials:
                 times.append(launching_ms(lambda found=found: graphs.launch(found, timed), device) * layers / timed)  # type: ignore[misc]
         return times
 
-    def make_graphs(self, tables: Tables) -> None:
+    def make_graphs(self, tables: Tables, most: int) -> None:
         """Makes the graphs of the sizes that matter most, and drops those that only were measured; every rank calls it.
 
         Args:
-            tables: as of :meth:`time_schemes`.
+            tables: as of :meth:`time_schemes`. most: how many to capture; there are more where some were measured.
         """
         runtime, graphs = self._runtime, self._graphs
-        most = min(MAX_GRAPHS, max(4, LAYERS_AT_START // max(len(runtime.model.layers), 1)))
         wanted = [(size, room) for size in self._by_importance() for room in self._rooms(size)]
         plans = {size: plan_of(runtime, [], size) for size, _ in wanted}
-        made = [(size, room, plan) for size, room in wanted if (plan := plans[size]) is not None][:most]
+        made: list[tuple[int, int, Plan]] = []
+        for size, room in wanted[:MAX_GRAPHS]:
+            if (plan := plans[size]) is None:
+                continue
+            there = graphs.get(key_of(plan, size, room)) is not None
+            if there or most > 0:
+                made.append((size, room, plan))
+                most -= not there
         graphs.keep_only({key_of(plan, size, room) for size, room, plan in made})
         with self._kept(tables):
             # Small ones fit into the memory of large ones.
@@ -137,7 +153,9 @@ class Trials:
             return found
         found = self._graphs.add(plan, tables, size, room)
         _fill(found.cut.tables, size, self._runtime.max_length)
+        began = time.perf_counter()
         self._graphs.capture(found)
+        self._captures.append(time.perf_counter() - began)
         return found
 
     def _plan(self, mode: Mode, size: int) -> Plan:
@@ -145,7 +163,7 @@ class Trials:
         return choice.planner.plan(size, mode=mode, scheme=choice.scheme(size))
 
     def _repeats(self, size: int) -> int:
-        return max(1, min(REPEATS, int(REPEATS * LONG_MS / self._predicted_ms(size))))
+        return max(1, min(REPEATS, int(SIZE_MS / self._predicted_ms(size))))
 
     def _predicted_ms(self, size: int) -> float:
         """Of a stock step; the same on all ranks."""

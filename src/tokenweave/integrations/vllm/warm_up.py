@@ -14,10 +14,14 @@ from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.measured import Measured, slowest
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.runtime import Runtime
+from tokenweave.integrations.vllm.trials import Trials
 from tokenweave.planning import Mode
 
 log = logging.getLogger("vllm.tokenweave")
 T = TypeVar("T")
+
+START_S = 12.0  # that measuring and capturing may add to an engine's start
+LEAST_GRAPHS = 4  # in any case: the full steps'
 
 
 def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> None:
@@ -48,9 +52,17 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
         choice.measured = Measured.of(trials.sizes, modes, launching)
         if runtime.steps.first_rank:
             log.info("TokenWeave: ms of a step: %s", choice.measured)
-    _together(runtime, lambda: trials.make_graphs(tables))
+    most = _graphs_left(runtime, trials, began)
+    _together(runtime, lambda: trials.make_graphs(tables, most))
     if runtime.steps.first_rank:
         log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
+
+
+def _graphs_left(runtime: Runtime, trials: Trials, began: float) -> int:
+    """How many can be captured in the time that is left, by the slowest rank."""
+    mine = [[time.perf_counter() - began, trials.capture_s]]
+    ((spent, each),) = slowest(mine, runtime.workspace.group, runtime.device)
+    return max(LEAST_GRAPHS, int((START_S - spent) / each))
 
 
 def _choose_schemes(runtime: Runtime, sizes: Sequence[int], times: Sequence[Sequence[float]]) -> None:
