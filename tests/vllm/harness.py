@@ -206,6 +206,9 @@ def smollm2_model(gguf: Path, folder: Path) -> Any:
 
     config = read_config(gguf)
     weights = open_weights(gguf, config.head_dim)
+    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        rope = {"rope_theta": config.rope_theta}
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=config.vocab,
@@ -217,8 +220,8 @@ def smollm2_model(gguf: Path, folder: Path) -> Any:
             head_dim=config.head_dim,
             max_position_embeddings=config.context,
             rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=True,
+            **rope,
         )
     )
     with torch.no_grad():
