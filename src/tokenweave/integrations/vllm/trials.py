@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -112,7 +113,7 @@ class Trials:
             for mode in (Mode.FUSED, Mode.WOVEN):
                 found = graphs.new(self._plan(mode, size), tables, size, self._least_room(size))
                 _fill(found.cut.tables, size, self._runtime.max_length)
-                times.append(launching_ms(lambda found=found: graphs.launch(found, timed), device) * layers / timed)  # type: ignore[misc]
+                times.append(launching_ms(partial(graphs.launch, found, timed), device) * layers / timed)
         return times
 
     def make_graphs(self, tables: Tables, most: int) -> None:
