@@ -3,8 +3,8 @@
     TOKENWEAVE=1 python benchmarks/vllm_check/check.py --requests 100 --json check.json
 
 The model has random weights: Llama-3.1-8B, or another built-in configuration (Llama-3.2-1B has heads of 64), or a folder
-with a config.json; of a folder with safetensors those are loaded. Its mode is switched in the running engine, so that all modes share weights, cache and clocks. ``stock`` is vLLM's own path
-in the same engine.
+with a config.json; of a folder with safetensors those are loaded. Its mode is switched in the running engine, so that all
+modes share weights, cache and clocks. ``stock`` is vLLM's own path in the same engine.
 
 Correctness: batches of prompts of random lengths, prefilled in chunks beside decodes, with every mode; what is compared are
 log-probabilities of the first tokens, the share of equal greedy tokens, and, where tokens part, by how much stock preferred its

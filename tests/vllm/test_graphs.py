@@ -11,7 +11,6 @@ from graph_stand_ins import (
     planner,
     run,
     small_runtime,
-    stand_in,
 )
 
 from tokenweave.integrations.vllm import graphs as module
@@ -23,10 +22,7 @@ from tokenweave.integrations.vllm.requests import Rows
 from tokenweave.integrations.vllm.step import Planned
 from tokenweave.planning import Mode, Plan
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_a_step_gets_a_graph_that_later_steps_of_its_size_replay() -> None:

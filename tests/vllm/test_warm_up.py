@@ -15,7 +15,6 @@ from graph_stand_ins import (
     make_runtime,
     run,
     small_runtime,
-    stand_in,
 )
 
 from tokenweave.errors import CollectiveError
@@ -29,10 +28,7 @@ from tokenweave.integrations.vllm.step import Cut, Planned
 from tokenweave.integrations.vllm.trials import Trials
 from tokenweave.planning import Mode
 
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def test_the_most_important_sizes_come_first() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from graph_stand_ins import Buffers, make_runtime, run, stand_in
+from graph_stand_ins import Buffers, make_runtime, run
 
 from tokenweave.integrations.vllm.measured import HOST_MARGIN, Measured
 from tokenweave.integrations.vllm.reasons import Reason
@@ -15,11 +15,7 @@ from tokenweave.integrations.vllm.ways import CAPTURE_MS, Times, Way, Ways
 from tokenweave.planning import Mode
 
 ROWS = (512, 1024, 2048)
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 
 def measured_runtime(stock: float = 20.0, fused: float = 10.0, launching: float = 1000.0) -> Any:

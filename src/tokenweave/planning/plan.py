@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -100,7 +101,7 @@ class Plan:
         if self.split is not None and self.split < 1:
             raise ValueError(f"Plan: split={self.split}: a woven plan needs at least one row in its prefix")
 
-    @property
+    @functools.cached_property
     def launch(self) -> tuple[Mode, int | None, int | None, tuple[tuple[tuple[str, str], int], ...], frozenset[str]]:
         """All but the split, hashable: mode, ctas, cluster, gemm_sms, start_at. A captured graph runs one of these."""
         return self.mode, self.ctas, self.cluster, tuple(sorted(self.gemm_sms.items())), self.start_at

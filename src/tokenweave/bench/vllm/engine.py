@@ -51,7 +51,9 @@ def plugin_counts() -> dict[str, int]:
     found: Counter[str] = Counter()
     for family in REGISTRY.collect():
         kind, _, name = family.name.partition(":")
-        for sample in family.samples if kind == "tokenweave" and family.type == "counter" else ():
+        if kind != "tokenweave" or family.type != "counter":
+            continue
+        for sample in family.samples:
             label = next(f"{key}={value}" for key, value in sample.labels.items() if key in ("mode", "reason"))
             found[f"{name} {label}"] += int(sample.value)
     return dict(found)

@@ -61,11 +61,12 @@ def plan_of(runtime: Runtime, step: Sequence[Rows], capacity: int) -> Plan | Non
         capacity: rows that will be computed, of which the last may be padding.
     """
     plan = runtime.choice.plan(capacity)
-    if plan.split is not None and runtime.requests.hazard(step, plan.split):
-        runtime.steps.count(Reason.PREFIX_HAZARD)
-        plan = runtime.choice.plan(capacity, allow_woven=False)
-    if plan.split is not None and not _fills_gpu(runtime, step, min(plan.split, capacity - plan.split)):
-        plan = runtime.choice.plan(capacity, allow_woven=False)
+    if plan.split is not None:
+        hazard = runtime.requests.hazard(step, plan.split)
+        if hazard:
+            runtime.steps.count(Reason.PREFIX_HAZARD)
+        if hazard or not _fills_gpu(runtime, step, min(plan.split, capacity - plan.split)):
+            plan = runtime.choice.plan(capacity, allow_woven=False)
     return None if plan.mode is Mode.SEQUENTIAL else plan
 
 

@@ -164,7 +164,8 @@ class Graphs:
             else:
                 self._capture_together(found)
         assert found.graph is not None
-        self._graphs[found.key] = self._graphs.pop(found.key)  # as the last one
+        key = found.key
+        self._graphs[key] = self._graphs.pop(key)  # as the last one
         found.graph.replay()
 
     def capture(self, found: Graph) -> None:

@@ -27,9 +27,8 @@ SCHEME_MS = 150.0  # unless they are predicted to take longer
 REPEATS = 5
 HOST_MARGIN = 1.25  # the process that launches a step also prepares the next one
 SIZE_MS = 250.0  # the rounds of a size take each mode about so long, by prediction
-MOST_MS = (
-    300.0  # sizes that are predicted to take longer are not measured: they would cost more of the start than they tell
-)
+MOST_MS = 300.0
+"""Sizes that are predicted to take longer are not measured: they would cost more of the start than they tell."""
 
 
 @dataclass(frozen=True)

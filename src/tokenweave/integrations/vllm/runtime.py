@@ -116,7 +116,7 @@ class Runtime:
         may not be, one scale may be that of all rows) and in mixtures of experts (whose kernels set up on their first run)."""
         return self.vllm_config.quant_config is None and not hasattr(self.model.layers[0], "block_sparse_moe")
 
-    @property
+    @functools.cached_property
     def trials(self) -> Trials | None:
         """What is run as the engine starts; None where there are no graphs."""
         return None if self.graphs is None else Trials(self, self.graphs)
