@@ -61,7 +61,7 @@ def setting(folder: Path) -> Setting:
     front_ends = 2 if (os.cpu_count() or 1) >= 8 else 1
     replicas = 1 if gpus in (2, 3) else front_ends
     if gpus >= harness.RANKS:
-        model, lengths, longer = _large_config(folder), [700, 1500, 20, 3000, 2000, 600, 1000, 64], 1000
+        model, lengths, longer = _large_config(folder), [700, 1500, 20, 3000, 2000, 600, 1000, 64], 800
         arguments = "--dtype bfloat16 --load-format dummy --max-model-len 4096 --max-num-batched-tokens 8192 --gpu-memory-utilization 0.5"
         environment |= {"TOKENWEAVE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     else:

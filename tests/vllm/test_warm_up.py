@@ -33,11 +33,26 @@ pytestmark = pytest.mark.usefixtures("no_gpu")
 
 def test_the_most_important_sizes_come_first() -> None:
     trials = small_runtime().trials
-    sizes = trials._by_importance()
-    assert sizes[:9] == [2048, 1024, 512, 256, 128, 64, 32, 16, 1536]
-    assert sorted(sizes) == [16, 32, 64, *range(128, 2049, 128)]
+    graphs = trials._by_importance()
+    one, many = 16, REQUESTS
+    assert graphs[:9] == [(2048, one), (2048, many), *((size, one) for size in (1024, 512, 256, 128, 64, 32, 16))]
+    assert graphs[9:12] == [(1536, one), (768, one), (384, one)]
+    assert graphs[12:18] == [(size, many) for size in (1024, 512, 256, 128, 64, 32)]
+    assert graphs[18:22] == [(size, one) for size in (1792, 1280, 896, 640)]
+    assert graphs[22:25] == [(size, many) for size in (1536, 768, 384)]
+    assert sorted({size for size, _ in graphs}) == [16, 32, 64, *range(128, 2049, 128)]
+    assert len(set(graphs)) == len(graphs)
     assert [trials._rooms(size) for size in (16, 64, 2048)] == [[16], [16, 64], [16, 64]]
-    assert make_runtime().trials._by_importance()[:4] == [2048, 1024, 1536, 768]
+    sizes = [size for size, room in make_runtime().trials._by_importance() if room == one]
+    assert sizes[:4] == [2048, 1024, 1536, 768]
+
+
+@pytest.mark.parametrize(("count", "padding"), [(9, 1.0), (12, 0.5), (22, 0.25)])
+def test_no_step_is_much_smaller_than_the_graph_it_finds(count: int, padding: float) -> None:
+    made = {size for size, room in small_runtime().trials._by_importance()[:count] if room == 16}
+    for rows in range(129, 2049):
+        capacity = -(-rows // 128) * 128  # what its own graph would compute
+        assert min(size for size in made if size >= rows) <= (1 + padding) * capacity
 
 
 def stock_of(times: dict[int, float], sizes: list[int]) -> Any:
@@ -169,7 +184,7 @@ def test_no_step_is_larger_than_all_requests_at_their_longest(
     runtime.max_requests = requests
     runtime.graphs = Graphs(runtime, least_rows=513)
     assert runtime.trials.sizes == sizes
-    assert runtime.trials._by_importance()[:1] == ([] if made is None else [made])
+    assert [size for size, _ in runtime.trials._by_importance()[:1]] == ([] if made is None else [made])
     warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert runtime.off is None
     for cut, (starts, _) in zip(runtime.walk.eager, runtime.walk.layouts, strict=True):
@@ -230,6 +245,25 @@ def test_schemes_are_compared_at_the_start(clock: dict[Any, float]) -> None:
     ctas = {key[0]: key[3] for key in runtime.graphs._graphs}
     assert all(value in (8, 4) for value in ctas.values()), "what was only tried is dropped"
     assert len({key for key in runtime.graphs._graphs if key[0] == 1024}) == len(runtime.graphs.rooms)
+
+
+def test_schemes_are_not_compared_where_a_table_of_this_machine_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = make_runtime()
+    assert runtime.trials.scheme_sizes == [1024, 2048]
+    costs = runtime.choice.planner.model.costs
+    monkeypatch.setattr(type(costs), "measured", property(lambda self: True))
+    assert (runtime.choice.tried, runtime.trials.scheme_sizes) == ((), [])
+
+
+def test_a_graph_has_the_price_that_the_slowest_rank_saw(
+    clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    predicted = runtime.ways.price_ms
+    monkeypatch.setattr(warm_up, "slowest", lambda times, group, device: [[ms, 7 * each] for ms, each in times])
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert runtime.off is None
+    assert runtime.ways.price_ms == 7 * runtime.trials.capture_ms < predicted
 
 
 def test_long_steps_are_measured_less_often(clock: dict[Any, float]) -> None:
@@ -323,7 +357,13 @@ def test_a_slow_collective_is_refused_unless_whole_steps_decide(
     from tokenweave.integrations.vllm import first_use
 
     monkeypatch.setattr(first_use, "_warm_up", lambda device: None)
-    monkeypatch.setattr(first_use, "_microseconds", lambda call: 100 * ours if call.__name__ == "ours" else 100.0)
+    sleeps: list[float] = []
+
+    def microseconds(call: Any, sleep: float) -> tuple[float, float]:
+        sleeps.append(sleep)
+        return (100 * ours if call.__name__ == "ours" else 100.0), (0.01 if len(sleeps) == 1 else 1e-4)
+
+    monkeypatch.setattr(first_use, "_microseconds", microseconds)
     monkeypatch.setattr(first_use, "slowest", lambda times, group, device: times)
     runtime = make_runtime(mode)
     runtime.graphs = Graphs(runtime, least_rows=least)
@@ -331,6 +371,7 @@ def test_a_slow_collective_is_refused_unless_whole_steps_decide(
     runtime.device = torch.device("cpu")
     runtime.residual, runtime.workspace.hidden, runtime.workspace.dtype = torch.zeros(4, 4), 4, torch.float32
     assert (first_use.slower_collective(runtime) is not None) == refused
+    assert sleeps == [0.002] + [0.02] * (2 * (first_use.REPEATS + 2) - 1), "twice as long as the slow host once needed"
 
 
 def test_calls_take_turns_and_their_first_round_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

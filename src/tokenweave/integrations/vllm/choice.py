@@ -62,14 +62,14 @@ class Choice:
 
     @property
     def tried(self) -> tuple[Scheme, ...]:
-        """Schemes to measure: the planner's, but those whose collectives take more than twice as long as others'; and, where they
-        are not measured ones, with no GEMM told."""
+        """Schemes to measure: the planner's, but those whose collectives take more than twice as long as others', and one with no
+        GEMM told. None where it plans with a table that was measured on this machine: that has compared them."""
         model = self.planner.model
+        if model.costs.measured:
+            return ()
         most = max(scheme.ctas or 0 for scheme in model.schemes)
         found = [scheme for scheme in model.schemes if 2 * (scheme.ctas or 0) >= most]
-        if most and not model.costs.measured:
-            found.append(Scheme(most))
-        return tuple(found)
+        return (*found, Scheme(most)) if most else tuple(found)
 
     def scheme(self, rows: int) -> Scheme | None:
         """Of a woven step of so many rows: that of the measured size nearest to it, by ratio."""

@@ -27,7 +27,9 @@ MARGIN = 1.05  # ours is slower if it takes more than this many times theirs; le
 MARGIN_MEASURED = 2.0  # ... where whole steps are measured before any runs: more is no use even in another's shadow
 _WARM_SECONDS = 0.3  # of GEMMs: a GPU that has waited for weights runs at a sixth of its clock
 CALLS = 5  # timed one after the other
-_SLEEP_CYCLES = 4_000_000  # about 2 ms: the host queues a whole sample meanwhile, so that its own time is not measured
+_SLEEP_S = 2e-3  # of the GPU, at least: the host queues a whole sample meanwhile, so that its own time is not measured
+_MOST_SLEEP_S = 0.1
+_CYCLES_A_S = 2e9  # of the GPU's clock, at most
 
 
 def slower_collective(runtime: Runtime) -> str | None:
@@ -50,9 +52,11 @@ def slower_collective(runtime: Runtime) -> str | None:
     with torch.inference_mode():
         _warm_up(device)
         times: list[list[float]] = [[], []]
+        sleep = _SLEEP_S
         for turn in range(REPEATS + 2):
             for call, seen in zip((ours, vllms), times, strict=True):
-                us = _microseconds(call)
+                us, queued = _microseconds(call, sleep)
+                sleep = min(max(sleep, 2 * queued), _MOST_SLEEP_S)
                 if turn >= 2:
                     seen.append(us)
     mine, theirs = slowest([[statistics.median(seen)] for seen in times], workspace.group, device)
@@ -76,14 +80,17 @@ def _warm_up(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _microseconds(call: Callable[[], object]) -> float:
-    """GPU time of a call. The first of a sample, in which ranks wait for each other's host, is not counted."""
+def _microseconds(call: Callable[[], object], sleep: float) -> tuple[float, float]:
+    """GPU time of a call, and how many seconds the host took to queue a sample, for which the GPU should have slept. The first
+    call, in which ranks wait for each other's host, is not counted."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_SLEEP_CYCLES)
+    torch.cuda._sleep(int(sleep * _CYCLES_A_S))
+    began = time.perf_counter()
     call()
     begin.record()
     for _ in range(CALLS):
         call()
     end.record()
+    queued = time.perf_counter() - began
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / CALLS
+    return begin.elapsed_time(end) * 1e3 / CALLS, queued

@@ -48,7 +48,7 @@ class Trials:
 
     def __init__(self, runtime: Runtime, graphs: Graphs) -> None:
         self._runtime, self._graphs = runtime, graphs
-        self._captures: list[float] = []  # seconds
+        self._captures: list[float] = []  # ms
 
     @property
     def sizes(self) -> list[int]:
@@ -68,10 +68,15 @@ class Trials:
         return self._runtime.choice.mode is None and bool(self.sizes)
 
     @property
-    def capture_s(self) -> float:
+    def captured(self) -> bool:
+        """Whether any graph was made."""
+        return bool(self._captures)
+
+    @property
+    def capture_ms(self) -> float:
         """What a graph takes to be made, by those that were; by prediction before the first."""
         layers = len(self._runtime.model.layers)
-        return statistics.median(self._captures) if self._captures else CAPTURE_MS * layers / 1e3
+        return statistics.median(self._captures) if self._captures else CAPTURE_MS * layers
 
     def time_schemes(self, tables: Tables) -> list[list[float]]:
         """This rank's ms of a woven step of each of :attr:`scheme_sizes`, in each of ``runtime.choice.tried``. Every rank calls
@@ -123,7 +128,7 @@ class Trials:
             tables: as of :meth:`time_schemes`. most: how many to capture; there are more where some were measured.
         """
         runtime, graphs = self._runtime, self._graphs
-        wanted = [(size, room) for size in self._by_importance() for room in self._rooms(size)]
+        wanted = self._by_importance()
         plans = {size: plan_of(runtime, [], size) for size, _ in wanted}
         made: list[tuple[int, int, Plan]] = []
         for size, room in wanted[:MAX_GRAPHS]:
@@ -156,7 +161,7 @@ class Trials:
         _fill(found.cut.tables, size, self._runtime.max_length)
         began = time.perf_counter()
         self._graphs.capture(found)
-        self._captures.append(time.perf_counter() - began)
+        self._captures.append((time.perf_counter() - began) * 1e3)
         return found
 
     def _plan(self, mode: Mode, size: int) -> Plan:
@@ -170,22 +175,24 @@ class Trials:
         """Of a stock step; the same on all ranks."""
         return self._runtime.choice.planner.model.unsplit_us(Batch(runs_of([(size, 0)])), "sequential") / 1e3
 
-    def _by_importance(self) -> list[int]:
-        """Sizes of graphs: full steps, powers of two, and then what lies between, the coarser the sooner."""
+    def _by_importance(self) -> list[tuple[int, int]]:
+        """(rows, room) of graphs, the most important first: full steps; then powers of two, and what lies between them in halves,
+        quarters and so on, so that a step without a graph of its own finds one that is not much larger. One prompt, or a
+        few, is what a latency is made of; graphs for many requests, which serve a server's mixed steps, come a level later."""
         rows_of = self._graphs.rows_of
         most = rows_of(self._most_rows)
         if most is None:
             return []
-        units = (2048, 1024, 512, 256, TILE)
-        wanted = [
-            *(TILE * 2**n for n in range(6, -1, -1)),
-            *reversed(SMALL_ROWS),
-            *(size for unit in units for size in range(unit, most, unit)),
-        ]
-        return list(dict.fromkeys([most, *(n for n in wanted if n < most and rows_of(n) == n)]))
+
+        def importance(graph: tuple[int, int]) -> tuple[bool, int, bool, int]:
+            size, room = graph
+            many = room > self._least_room(size)
+            return size != most, _level(size) + many, many, -size
+
+        between = [size for size in (*SMALL_ROWS, *range(TILE, most, TILE)) if size < most and rows_of(size) == size]
+        return sorted(((size, room) for size in (most, *between) for room in self._rooms(size)), key=importance)
 
     def _rooms(self, size: int) -> list[int]:
-        """One prompt, or a few, is what a latency is made of; under load the steps are full, with many requests."""
         return sorted({self._least_room(size), self._graphs.room_of(size)})
 
     def _least_room(self, size: int) -> int:
@@ -210,6 +217,12 @@ class Trials:
         finally:
             for buffer, values in zip(buffers, before, strict=True):
                 buffer.copy_(values)
+
+
+def _level(rows: int) -> int:
+    """How often the way from one power of two to the next is halved to come to so many rows."""
+    tiles = max(1, rows // TILE)
+    return (tiles // (tiles & -tiles)).bit_length() - 1
 
 
 def _fill(tables: Tables, rows: int, max_length: int) -> None:

@@ -54,15 +54,23 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
             log.info("TokenWeave: ms of a step: %s", choice.measured)
     most = _graphs_left(runtime, trials, began)
     _together(runtime, lambda: trials.make_graphs(tables, most))
+    if runtime.off is None and trials.captured:
+        _, runtime.ways.price_ms = _cost_so_far(runtime, trials, began)
     if runtime.steps.first_rank:
         log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
 
 
 def _graphs_left(runtime: Runtime, trials: Trials, began: float) -> int:
-    """How many can be captured in the time that is left, by the slowest rank."""
-    mine = [[time.perf_counter() - began, trials.capture_s]]
+    """How many can be captured in the time that is left."""
+    spent_ms, each_ms = _cost_so_far(runtime, trials, began)
+    return max(LEAST_GRAPHS, int((START_S * 1e3 - spent_ms) / each_ms))
+
+
+def _cost_so_far(runtime: Runtime, trials: Trials, began: float) -> tuple[float, float]:
+    """(ms since ``began``, ms of a capture), of the slowest rank."""
+    mine = [[(time.perf_counter() - began) * 1e3, trials.capture_ms]]
     ((spent, each),) = slowest(mine, runtime.workspace.group, runtime.device)
-    return max(LEAST_GRAPHS, int((START_S - spent) / each))
+    return spent, each
 
 
 def _choose_schemes(runtime: Runtime, sizes: Sequence[int], times: Sequence[Sequence[float]]) -> None:

@@ -52,6 +52,9 @@ class Ways:
 
     Args:
         layers: of the model. alike: whether they are, so that few of them run before a capture.
+
+    Attributes:
+        price_ms: of a graph: by prediction, until it is set to what one has taken on this machine.
     """
 
     def __init__(self, layers: int, *, alike: bool = True) -> None:
