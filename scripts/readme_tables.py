@@ -38,18 +38,18 @@ def tables(folder: Path) -> str:
 
 
 def gains(folder: Path) -> str:
-    """What the planner's plans gain in prefill steps, by tokens and model; of sizes measured twice, the later run's.
+    """What the planner's plans gain in prefill steps, by tokens and model; of sizes measured twice, with more layers, then later.
 
     Raises:
         TableError: there are no such files.
     """
     results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("h200x2-latency-*.json")]
-    shown = sorted((r for r in results if "readme" in r), key=lambda result: str(result["environment"]["date"]))
+    shown = [result for result in results if "readme" in result]
     if not shown:
         raise TableError(f"{folder}: no h200x2-latency-*.json has a table for the README")
     cells: dict[tuple[int, str], str] = {}
     parts = set()
-    for result in shown:
+    for result in sorted(shown, key=lambda of: (of["config"]["layers"], str(of["environment"]["date"]))):
         model, layers = result["config"]["model"], result["config"]["layers"]
         if layers < (every := read_config(model).layers):
             parts.add(f"{model} with {layers} of {every} layers")
@@ -64,7 +64,7 @@ def gains(folder: Path) -> str:
         lines.append(_row([tokens, *[cells.get((tokens, model), "") for model in models]]))
     note = (
         "Mode that the planner takes, times as fast as the fastest sequential step, times as fast as the step without "
-        "communication; of sizes measured twice, the later run's."
+        "communication; of sizes measured twice, the run with more layers, or the later one."
     )
     return "\n".join([*lines, "", note, *([f"† {', '.join(sorted(parts))}."] if parts else [])])
 

@@ -83,7 +83,7 @@ def test_the_readmes_tables_are_the_measured_ones():
         assert path.read_text("utf-8") == text, "`make docs`"
 
 
-def test_the_readmes_gains_are_of_the_later_run_and_say_what_ran_in_part(tmp_path):
+def test_the_readmes_gains_are_of_more_layers_and_the_later_run_and_say_what_ran_in_part(tmp_path):
     def result(date: str, layers: int, tokens: int, gain: float) -> dict[str, Any]:
         auto = {
             "mode": "auto",
@@ -102,6 +102,7 @@ def test_the_readmes_gains_are_of_the_later_run_and_say_what_ran_in_part(tmp_pat
         "a": result("2026-02-01", 32, 512, 1.234),
         "b": result("2026-01-01", 32, 512, 1.5),
         "c": result("2026-03-01", 8, 1024, 0.99),
+        "d": result("2026-03-01", 8, 512, 1.7),
     }.items():
         (tmp_path / f"h200x2-latency-{name}.json").write_text(json.dumps(each))
     lines = readme_tables.gains(tmp_path).splitlines()
