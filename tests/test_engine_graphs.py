@@ -134,6 +134,11 @@ def rope_like_the_kernel(qkv, keys, values, query_slots, rotary, norm, eps, posi
     qkv[:, :query_slots] = rotated[:, :query_slots]
 
 
+def embed_like_the_kernel(table, token_ids, out, *, first, count):
+    here = (token_ids >= first) & (token_ids < first + count)
+    out.copy_(torch.where(here.unsqueeze(1), table[torch.where(here, token_ids - first, 0)], 0))
+
+
 class _Stream:
     def wait_stream(self, other):
         pass
@@ -171,6 +176,7 @@ def replaced_gpu():
         llama: {"attend_packed": attend_like_flash},
         llama.kernels: {
             "available": lambda x: True,
+            "embed_rows": embed_like_the_kernel,
             "rope_cache": rope_like_the_kernel,
             "silu_mul": lambda x: llama.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
         },

@@ -336,6 +336,15 @@ def _kernels(seed: int) -> float:
             want = torch.nn.functional.silu(gate) * up
             error = float(((kernels.silu_mul(gate_up).double() - want).abs() / want.abs().clamp_min(1)).max())
             assert error <= 2 * limit, f"silu {dtype} {rows_, columns}: {error:.1e}"
+        table, out = noise(300, 72, dtype=dtype), noise(515, 72, dtype=dtype)
+        for ids in (torch.int32, torch.int64):  # the last four rows of the table are nobody's
+            tokens = torch.randint(1000, (513,), generator=generator, device=_device(), dtype=ids)
+            here = (tokens >= 400) & (tokens < 696)
+            want = torch.where(here.unsqueeze(1), table[(tokens - 400).clamp(0, 299).long()], 0)
+            before = out[513:].clone()
+            kernels.embed_rows(table, tokens, out[:513], first=400, count=296)
+            assert torch.equal(out[:513], want), f"embedding {dtype} {ids}"
+            assert torch.equal(out[513:], before)
     return worst
 
 

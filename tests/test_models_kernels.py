@@ -5,7 +5,7 @@ import pytest
 from tokenweave.collective.instantiations import ARCHITECTURES
 from tokenweave.cuda.compile import compile_kernel
 from tokenweave.cuda.dtypes import DTYPES
-from tokenweave.models.kernels import rope_kernel, silu_kernel
+from tokenweave.models.kernels import embed_kernel, rope_kernel, silu_kernel
 
 HEADS = [  # query slots, key/value slots, head_dim, norm
     (16, 4, 128, False),  # Llama-3.1-8B on 2 ranks
@@ -20,7 +20,7 @@ HEADS = [  # query slots, key/value slots, head_dim, norm
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_all_of_them_compile(arch, dtype):
-    for kernel in (*(rope_kernel(dtype, *heads) for heads in HEADS), silu_kernel(dtype)):
+    for kernel in (*(rope_kernel(dtype, *heads) for heads in HEADS), silu_kernel(dtype), embed_kernel(dtype)):
         compiled = compile_kernel(kernel, arch)
         assert compiled.spill_bytes == 0, kernel
         assert compiled.registers <= 64, f"{kernel}: fewer than 4 blocks of 256 threads an SM"

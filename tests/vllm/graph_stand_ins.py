@@ -144,7 +144,7 @@ def run(runtime: Any, buffers: Buffers, counts: list[int]) -> torch.Tensor | Non
     """A step as the state and the model run it."""
     step, tables = buffers.step(counts)
     planned = runtime.prepare(step, tables)
-    return None if planned is None else runtime.forward(Planned({}, planned), None)
+    return None if planned is None else runtime.forward(Planned(planned, dict), None)
 
 
 def small_runtime(mode: Mode | None = None) -> Any:

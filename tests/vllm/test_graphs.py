@@ -129,7 +129,7 @@ def test_ranks_decide_alike_where_the_cache_moved_on_one_alone() -> None:
         for runtime, mine in zip(ranks, decided, strict=True):
             step = runtime.prepare(*buffers.step(counts))
             mine.append((step.cut.plan, step.graph.capacity))
-            runtime.forward(Planned({}, step), None)
+            runtime.forward(Planned(step, dict), None)
     assert decided[0] == decided[1]
     assert list(ranks[0].graphs._graphs) == list(ranks[1].graphs._graphs)
 
@@ -148,6 +148,19 @@ def test_a_graph_that_one_rank_cannot_make_is_no_ranks(monkeypatch: pytest.Monke
     monkeypatch.setattr(runtime.graphs, "capture", capture)
     assert run(runtime, buffers, [1000]) is None
     assert (said, runtime.off) == ([True], Reason.ERROR)
+
+
+@pytest.mark.parametrize("why", ["walk", "off", "embeds"])
+def test_a_planned_step_that_vllm_runs_after_all_has_its_metadata(why: str) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    metadata = Planned(runtime.prepare(*buffers.step([1000])), lambda: {"layer": "vLLM's"})
+    if why == "walk":
+        runtime.walk = lambda *args, **more: 1 / 0
+    elif why == "off":
+        runtime.turn_off(Reason.ERROR)
+    assert runtime.forward(metadata, object() if why == "embeds" else None) is None
+    assert metadata == {"layer": "vLLM's"}
+    assert (runtime.off is None) == (why == "embeds")
 
 
 def test_the_graph_that_was_not_used_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

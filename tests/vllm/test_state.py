@@ -34,20 +34,22 @@ class Batch(SimpleNamespace):
 class State:
     """A state whose base class notes what it was asked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after_capture: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after_capture: bool = True, same: bool = True) -> None:
+        self.layers = ["layer"]  # of which each has metadata of its own
         self.asked: list[tuple[Any, bool]] = []
         self.contexts: list[tuple[int, Any]] = []
         self.warmed: list[Any] = []
         self.prepared: list[int] = []
         self.tables: list[Any] = []
         self.dummies: list[Batch] = []
+        self.plan: Any = "a step"
 
         def prepare_attn(
             state: Any, batch: Any, mode: Any, blocks: Any, slots: Any, *more: Any, for_capture: bool = False
         ) -> Any:
             self.asked.append((mode, for_capture))
             self.dummies += [batch] if hasattr(batch, "requests") else []
-            return {"layer": SimpleNamespace(number=len(self.asked))}
+            return {name: SimpleNamespace(number=len(self.asked)) for name in self.layers}
 
         def warm_up(runtime: Any, tables: Any, stock: Any) -> None:
             self.warmed.append((tables, stock))
@@ -60,7 +62,7 @@ class State:
         def prepare(step: Any, tables: Any) -> Any:
             self.prepared.append(tables.metadata.number)
             self.tables.append(tables)
-            return "a step"
+            return self.plan
 
         monkeypatch.setattr(DefaultModelState, "prepare_attn", prepare_attn)
         monkeypatch.setattr(module, "warm_up", warm_up)
@@ -68,7 +70,9 @@ class State:
             off=None,
             warmed_up=False,
             steps=Steps(),
-            compat=SimpleNamespace(WARMS_UP_AFTER_CAPTURE=after_capture, stock_context=stock_context),
+            compat=SimpleNamespace(
+                WARMS_UP_AFTER_CAPTURE=after_capture, SAME_PATTERN=same, stock_context=stock_context
+            ),
             requests=SimpleNamespace(known=lambda name: not name.startswith("dummy"), planned=lambda step: None),
             prepare=prepare,
         )
@@ -126,10 +130,53 @@ def test_the_first_step_of_the_engine_itself_warms_up(monkeypatch: pytest.Monkey
     state.step(CUDAGraphMode.NONE, "dummy")
     assert not state.warmed, "its graphs are not there yet, or a rank may be alone"
     state.step(CUDAGraphMode.PIECEWISE)
-    assert len(state.warmed) == 1
-    assert state.prepared == [len(state.asked)], "planned on metadata that were built after the warm-up"
+    assert len(state.warmed) == len(state.prepared) == 1
     state.step(CUDAGraphMode.NONE)
     assert len(state.warmed) == 1
+
+
+def test_the_step_of_the_warm_up_gets_metadata_that_were_built_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State(monkeypatch)
+    built: list[int] = []
+    monkeypatch.setattr(module, "warm_up", lambda runtime, tables, stock: built.append(len(state.asked)))
+    state.plan = None
+    assert state.step(CUDAGraphMode.NONE)["layer"].number == built[0] + 1
+    assert state.step(CUDAGraphMode.FULL)["layer"].number == built[1] + 1
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
+def test_of_a_planned_step_no_metadata_are_built_unless_it_falls_back(
+    monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    state = State(monkeypatch, after_capture=False)
+    state.step(mode)
+    assert len(state.asked) == 1, "a pattern"
+    metadata = state.step(mode)
+    assert (len(state.asked), dict(metadata)) == (1, {})
+    metadata.restore()
+    assert (len(state.asked), metadata["layer"].number) == (2, 2)
+    state.plan = None
+    assert state.step(mode)["layer"].number == 3
+    assert state.prepared == [1, 1, 1]
+
+
+def test_where_steps_may_differ_each_gets_its_own_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State(monkeypatch, after_capture=False, same=False)
+    metadata = [state.step(CUDAGraphMode.NONE) for _ in range(2)]
+    assert state.prepared == [1, 2]
+    metadata[1].restore()
+    assert metadata[1]["layer"].number == 2
+    state.plan = None
+    assert state.step(CUDAGraphMode.NONE)["layer"].number == 3
+    assert len(state.asked) == 3
+
+
+def test_layers_with_caches_of_their_own_run_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State(monkeypatch, after_capture=False)
+    state.layers = ["one", "other"]
+    for built in (1, 2):
+        assert {pattern.number for pattern in state.step(CUDAGraphMode.NONE).values()} == {built}
+    assert state.runtime.steps.reasons == {Reason.CACHE_GROUPS: 2}
 
 
 def test_where_vllm_warms_up_before_its_capture_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

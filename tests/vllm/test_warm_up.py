@@ -337,7 +337,7 @@ def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float]) -> 
     runtime.anywhere = lambda true: True
     warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert runtime.off is Reason.ERROR
-    assert run(runtime, buffers, [1000]) is None or runtime.forward(Planned({}, None), None) is None  # type: ignore[arg-type]
+    assert run(runtime, buffers, [1000]) is None or runtime.forward(Planned(None, dict), None) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

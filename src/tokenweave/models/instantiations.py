@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tokenweave.models.config import builtin_names, read_config
-from tokenweave.models.kernels import RowKernel, rope_kernel, silu_kernel
+from tokenweave.models.kernels import RowKernel, embed_kernel, rope_kernel, silu_kernel
 from tokenweave.models.sharding import shard_of
 
 
@@ -30,6 +30,7 @@ def _kernels(ranks: tuple[int, ...], hidden: set[int] | None, dtypes: tuple[str,
                     heads = shard_of(config, 0, n).heads
                     yield rope_kernel(dtype, len(heads.queries), len(heads.kv), config.head_dim, config.qk_norm)
             yield silu_kernel(dtype)
+            yield embed_kernel(dtype)
 
 
 def sizes_text(kernel: RowKernel) -> str:

@@ -1,11 +1,11 @@
-"""The models' own CUDA kernels: what lies between the GEMMs of a layer, each in one pass over its rows.
+"""The models' own CUDA kernels: what lies between the GEMMs of a step, each in one pass over its rows.
 
 Whether they can run is :func:`available`; elsewhere the models compute the same with torch's operations.
 """
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int, c_void_p
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,16 @@ class _SiluArgs(Structure):
     _fields_ = (("gate_up", c_void_p), ("out", c_void_p), ("vectors", c_int), ("rows", c_int))
 
 
+class _EmbedArgs(Structure):
+    """``struct EmbedArgs`` of ``csrc/embed_rows.cu``."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("table", "ids", "out")),
+        ("first", c_int64),
+        *((name, c_int) for name in ("count", "vectors", "wide")),
+    )
+
+
 def available(x: torch.Tensor) -> bool:
     """Whether the kernels can run on ``x``'s device; where they can't on a GPU, the log says why."""
     return kernels_available(x.device)
@@ -70,6 +80,11 @@ def rope_kernel(dtype: str, query_slots: int, kv_slots: int, head_dim: int, qk_n
 def silu_kernel(dtype: str) -> RowKernel:
     """The kernel of :func:`silu_mul`."""
     return RowKernel("silu_mul", dtype)
+
+
+def embed_kernel(dtype: str) -> RowKernel:
+    """The kernel of :func:`embed_rows`."""
+    return RowKernel("embed_rows", dtype)
 
 
 def rope_cache(
@@ -129,6 +144,23 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         args = _SiluArgs(gate_up.data_ptr(), out.data_ptr(), vectors, tokens)
         loaded(silu_kernel(_name(gate_up)), device).launch(blocks, torch.cuda.current_stream().cuda_stream, args)
     return out
+
+
+def embed_rows(table: torch.Tensor, token_ids: torch.Tensor, out: torch.Tensor, *, first: int, count: int) -> None:
+    """Rows of the tokens in this rank's part of the vocabulary, zeros for the others.
+
+    Args:
+        table: [at least count, hidden], contiguous.
+        token_ids: int32 or int64 [tokens], contiguous.
+        out: [tokens, hidden], table's dtype, contiguous; hidden's bytes are a multiple of 16.
+        first: token of the table's first row. count: tokens from there on that are this rank's.
+    """
+    tokens, vectors = token_ids.shape[0], table.shape[1] * table.element_size() // 16
+    if tokens:
+        wide = token_ids.dtype == torch.int64
+        args = _EmbedArgs(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), first, count, vectors, wide)
+        kernel = loaded(embed_kernel(_name(table)), table.get_device())
+        kernel.launch(tokens, torch.cuda.current_stream().cuda_stream, args)
 
 
 def _name(tensor: torch.Tensor) -> str:

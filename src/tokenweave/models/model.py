@@ -111,7 +111,11 @@ class Model:
         if self.shard.world_size == 1:
             torch.index_select(self.embedding, 0, inputs.token_ids, out=out)
             return
-        rows = inputs.token_ids - self.shard.rank * self.shard.vocab.size
+        first = self.shard.rank * self.shard.vocab.size
+        if kernels.available(out):
+            kernels.embed_rows(self.embedding, inputs.token_ids, out, first=first, count=self.shard.vocab.size)
+            return
+        rows = inputs.token_ids - first
         elsewhere = (rows < 0) | (rows >= self.shard.vocab.size)
         torch.index_select(self.embedding, 0, rows.masked_fill(elsewhere, 0), out=out)
         out.masked_fill_(elsewhere.unsqueeze(1), 0)

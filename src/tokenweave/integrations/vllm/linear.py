@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tokenweave.models import kernels
+
 
 def partial_linear(layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
     """This rank's partial sums of a ``RowParallelLinear``, without its bias (which the epilogue adds once).
@@ -42,8 +44,12 @@ def partial_embedding(layer: Any, token_ids: torch.Tensor, out: torch.Tensor) ->
         out: [tokens, hidden], in the workspace.
     """
     shard = layer.shard_indices
-    rows = token_ids - shard.org_vocab_start_index
-    elsewhere = (rows < 0) | (rows >= shard.org_vocab_end_index - shard.org_vocab_start_index)
+    first, count = shard.org_vocab_start_index, shard.org_vocab_end_index - shard.org_vocab_start_index
+    if kernels.available(out):
+        kernels.embed_rows(layer.weight, token_ids, out, first=first, count=count)
+        return
+    rows = token_ids - first
+    elsewhere = (rows < 0) | (rows >= count)
     torch.index_select(layer.weight, 0, rows.masked_fill_(elsewhere, 0), out=out)
     out.masked_fill_(elsewhere.unsqueeze(1), 0)
 

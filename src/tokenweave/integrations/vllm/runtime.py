@@ -164,12 +164,20 @@ class Runtime:
         Returns:
             [rows, hidden], the final norm of all rows, in the workspace: valid until the next step begins. None: stock.
         """
-        if not isinstance(metadata, Planned) or self.off is not None:
+        if not isinstance(metadata, Planned):
             return None
+        if self._run(metadata.step, inputs_embeds):
+            return self.workspace.buffer(metadata.step.cut.rows)
+        metadata.restore()
+        return None
+
+    def _run(self, step: Step, inputs_embeds: torch.Tensor | None) -> bool:
+        """Whether the step could be run."""
+        if self.off is not None:
+            return False
         if inputs_embeds is not None:
             self.steps.count(Reason.INPUT_EMBEDS)
-            return None
-        step = metadata.step
+            return False
         try:
             check(self.workspace)
             if step.graph is None or self.graphs is None:
@@ -179,9 +187,9 @@ class Runtime:
         except Exception as error:  # whatever it is: keys and values are written again, and vLLM goes on
             log.exception("TokenWeave: a step failed")
             self.turn_off(Reason.ERROR, str(error))
-            return None
+            return False
         self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=step.graph is not None)
-        return self.workspace.buffer(step.cut.rows)
+        return True
 
     @torch.inference_mode()
     def walk(self, cut: Cut, row_count: torch.Tensor | None = None, layers: int | None = None) -> None:

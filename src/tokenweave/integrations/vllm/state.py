@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -49,7 +48,7 @@ def state_class(on: bool) -> type:
             for_capture: bool = False,
             **kwargs: Any,
         ) -> dict[str, Any]:
-            stock = functools.partial(
+            build = functools.partial(
                 super().prepare_attn,
                 input_batch,
                 cudagraph_mode,
@@ -59,31 +58,42 @@ def state_class(on: bool) -> type:
                 for_capture=for_capture,
                 **kwargs,
             )
-            metadata, runtime = stock(), self._runtime
+            stock, runtime = functools.cache(build), self._runtime
             if runtime.off is not None or for_capture:
-                return metadata
+                return stock()
             whole = cudagraph_mode == CUDAGraphMode.FULL
             first = runtime.compat.WARMS_UP_AFTER_CAPTURE and not runtime.warmed_up
             if not any(map(runtime.requests.known, input_batch.req_ids[:1])):  # then none is
                 reason = Reason.DUMMY
             elif whole and not first:  # decoding: hundreds of steps a second, of hundreds of requests
                 reason = Reason.WHOLE_GRAPH
-            elif (tables := _tables(input_batch, block_tables, slot_mappings, metadata)) is None:
+            elif (tables := _tables(input_batch, block_tables, slot_mappings, self._pattern(stock))) is None:
                 reason = Reason.CACHE_GROUPS
             else:
                 if first:
                     warm_up(runtime, tables, functools.partial(self._stock_step, tables, input_batch, args))
-                    metadata = stock()  # its builder's buffers were used meanwhile
-                    tables = dataclasses.replace(tables, metadata=next(iter(metadata.values())))
+                    stock.cache_clear()  # its builder's buffers were used meanwhile
                     if runtime.off is not None:
-                        return metadata
+                        return stock()
                 if not whole:
                     planned = runtime.prepare(_rows(input_batch), tables)
-                    return metadata if planned is None else Planned(metadata, planned)
+                    return stock() if planned is None else Planned(planned, stock)
                 reason = Reason.WHOLE_GRAPH
             runtime.requests.planned(input_batch.req_ids)
             runtime.steps.count(reason)
-            return metadata
+            return stock()
+
+        def _pattern(self, stock: Callable[[], dict[str, Any]]) -> Any | None:
+            """Attention metadata for those of the splits to follow; None where layers have caches of different kinds.
+
+            vLLM's builder costs the host more than all else of a replayed step, so it is not asked again where all that
+            differs between steps is replaced.
+            """
+            if not self._runtime.compat.SAME_PATTERN:
+                return _pattern(stock())
+            if not hasattr(self, "_first_pattern"):
+                self._first_pattern = _pattern(stock())
+            return self._first_pattern
 
         def _stock_step(self, tables: Tables, batch: Any, more: tuple[Any, ...], rows: int) -> Callable[[], object]:
             """vLLM's own step of ``rows`` rows, in as few requests as may be; overwrites the runner's buffers.
@@ -127,14 +137,18 @@ def _rows(batch: Any) -> list[Rows]:
     return [Rows(*row) for row in zip(batch.req_ids, counts, context, strict=True)]
 
 
+def _pattern(metadata: dict[str, Any]) -> Any | None:
+    patterns = {id(pattern): pattern for pattern in metadata.values()}
+    return next(iter(patterns.values())) if len(patterns) == 1 else None
+
+
 def _tables(
-    batch: Any, block_tables: tuple[torch.Tensor, ...], slots: torch.Tensor, metadata: dict[str, Any]
+    batch: Any, block_tables: tuple[torch.Tensor, ...], slots: torch.Tensor, pattern: Any | None
 ) -> Tables | None:
     """Of the real rows: vLLM's pieces have some more. None where layers have caches of different kinds."""
-    patterns = {id(pattern): pattern for pattern in metadata.values()}
-    if len(block_tables) != 1 or len(patterns) != 1:
+    if len(block_tables) != 1 or pattern is None:
         return None
-    (pattern,), rows = patterns.values(), batch.num_tokens
+    rows = batch.num_tokens
     return Tables(
         batch.input_ids[:rows],
         batch.positions[:rows],

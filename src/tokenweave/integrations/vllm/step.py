@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,19 @@ class Cut:
 
 
 class Planned(dict[str, Any]):
-    """vLLM's attention metadata by layer, and the step that was planned on it."""
+    """A planned step, in the place of vLLM's attention metadata by layer: nothing is in it unless they are needed after all.
 
-    def __init__(self, metadata: dict[str, Any], step: Step) -> None:
-        super().__init__(metadata)
-        self.step = step
+    Args:
+        step: what was planned. stock: builds the metadata.
+    """
+
+    def __init__(self, step: Step, stock: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.step, self._stock = step, stock
+
+    def restore(self) -> None:
+        """Becomes the metadata, for vLLM's own forward pass."""
+        self.update(self._stock())
 
 
 @dataclass(frozen=True)

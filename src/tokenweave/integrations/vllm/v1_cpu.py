@@ -55,7 +55,7 @@ def _model_forward(original: Any) -> Any:
         planned = runtime.prepare(step, _tables(self, context, kwargs, step))
         if planned is None:
             return original(self, *args, **kwargs)
-        metadata = Planned(context.attn_metadata, planned)
+        metadata = Planned(planned, lambda: context.attn_metadata)
         with override_forward_context(dataclasses.replace(context, attn_metadata=metadata)):
             return original(self, *args, **kwargs)
 

@@ -21,6 +21,10 @@ WARMS_UP_AFTER_CAPTURE = True
 """Whether vLLM runs a step of its own, on the final KV cache, when its graphs are there and before it serves: then schemes and
 modes are measured, and graphs are made."""
 
+SAME_PATTERN = True
+"""Whether steps' attention metadata differ in nothing but what :func:`cut_metadata` replaces: the V2 runner has one builder call,
+without a common prefix."""
+
 
 def normalise_queries_keys(attention: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Qwen3's norm of every head, by vLLM's kernel; other models' queries and keys as they are."""

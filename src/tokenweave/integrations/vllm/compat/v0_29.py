@@ -16,6 +16,7 @@ from tokenweave.integrations.vllm.compat.v0_26 import (
 )
 
 __all__ = [
+    "SAME_PATTERN",
     "WARMS_UP_AFTER_CAPTURE",
     "activate",
     "cut_metadata",
@@ -31,3 +32,6 @@ __all__ = [
 
 WARMS_UP_AFTER_CAPTURE = False
 """These versions may run theirs before the capture: graphs are made when first needed."""
+
+SAME_PATTERN = False
+"""Not looked at on GPUs."""
