@@ -65,69 +65,83 @@ def check(op: str, call: Call) -> None:
     Raises:
         CollectiveError: says what was given and what is expected.
     """
-    partial, residual, epilogue, workspace, launch = (
-        call.partial,
-        call.residual,
-        call.epilogue,
-        call.workspace,
-        call.launch,
-    )
-    rows, row_count, out, fp8 = call.rows, call.row_count, call.out, call.fp8
+    problem = _shape_problem(call) or _vector_problem(call) or _rows_problem(call) or _memory_problem(call)
+    if problem is not None:
+        raise CollectiveError(f"{op}: {problem}")
 
-    def expect(ok: bool, what: str) -> None:
-        if not ok:
-            raise CollectiveError(f"{op}: {what}")
 
+# Each gives the first thing that is wrong, or None. A sentence is made only where it is said: calls are as frequent as kernels.
+
+
+def _shape_problem(call: Call) -> str | None:
+    """Of the batch, its residual, and the launch."""
+    partial, residual, workspace, launch = call.partial, call.residual, call.workspace, call.launch
     hidden, dtype = workspace.hidden, workspace.dtype
-    expect(not workspace.closed, f"{workspace.handle} is closed; create a new workspace")
-    expect(
-        partial.dim() == 2 and partial.shape[1] == hidden and partial.dtype == dtype,
-        f"partial is {list(partial.shape)} {partial.dtype}; this workspace takes [tokens, {hidden}] {dtype}",
-    )
-    expect(
-        partial.shape[0] <= workspace.max_tokens,
-        f"partial has {partial.shape[0]} rows; this workspace holds {workspace.max_tokens}: raise max_tokens",
-    )
-    expect(partial.stride(1) == 1, f"partial has strides {partial.stride()}; its rows must be contiguous")
-    expect(
-        partial.device == workspace.device, f"partial is on {partial.device}; this workspace is on {workspace.device}"
-    )
-    expect(
-        residual.shape == partial.shape and residual.dtype == dtype and residual.device == partial.device,
-        f"residual is {list(residual.shape)} {residual.dtype} on {residual.device}; expected partial's "
-        f"{list(partial.shape)} {dtype} on {partial.device}",
-    )
-    expect(residual.stride(1) == 1, f"residual has strides {residual.stride()}; its rows must be contiguous")
+    if workspace.closed:
+        return f"{workspace.handle} is closed; create a new workspace"
+    if not (partial.dim() == 2 and partial.shape[1] == hidden and partial.dtype == dtype):
+        return f"partial is {list(partial.shape)} {partial.dtype}; this workspace takes [tokens, {hidden}] {dtype}"
+    if partial.shape[0] > workspace.max_tokens:
+        return f"partial has {partial.shape[0]} rows; this workspace holds {workspace.max_tokens}: raise max_tokens"
+    if partial.stride(1) != 1:
+        return f"partial has strides {partial.stride()}; its rows must be contiguous"
+    if partial.device != workspace.device:
+        return f"partial is on {partial.device}; this workspace is on {workspace.device}"
+    if not (residual.shape == partial.shape and residual.dtype == dtype and residual.device == partial.device):
+        return (
+            f"residual is {list(residual.shape)} {residual.dtype} on {residual.device}; expected partial's "
+            f"{list(partial.shape)} {dtype} on {partial.device}"
+        )
+    if residual.stride(1) != 1:
+        return f"residual has strides {residual.stride()}; its rows must be contiguous"
+    if not 0 <= launch.channel < workspace.channels:
+        return f"channel={launch.channel}; this workspace has channels 0..{workspace.channels - 1}"
+    if launch.layout not in ("sharded", "replicated"):
+        return f"layout={launch.layout!r}; expected 'sharded' or 'replicated'"
+    return None
+
+
+def _vector_problem(call: Call) -> str | None:
+    """Of the epilogue."""
+    partial, epilogue, hidden = call.partial, call.epilogue, call.workspace.hidden
     for name, vector in (("weight", epilogue.weight), ("post_norm", epilogue.post_norm), ("bias", epilogue.bias)):
-        if vector is not None:
-            expect(tuple(vector.shape) == (hidden,), f"{name} has shape {list(vector.shape)}; expected [{hidden}]")
-            if not vector.is_floating_point() or vector.device != partial.device:
-                expect(False, f"{name} is {vector.dtype} on {vector.device}; expected floats on {partial.device}")
-    expect(epilogue.eps >= 0, f"eps={epilogue.eps}; expected a number >= 0")
-    expect(
-        0 <= launch.channel < workspace.channels,
-        f"channel={launch.channel}; this workspace has channels 0..{workspace.channels - 1}",
-    )
-    expect(launch.layout in ("sharded", "replicated"), f"layout={launch.layout!r}; expected 'sharded' or 'replicated'")
+        if vector is None:
+            continue
+        if tuple(vector.shape) != (hidden,):
+            return f"{name} has shape {list(vector.shape)}; expected [{hidden}]"
+        if not vector.is_floating_point() or vector.device != partial.device:
+            return f"{name} is {vector.dtype} on {vector.device}; expected floats on {partial.device}"
+    if not epilogue.eps >= 0:
+        return f"eps={epilogue.eps}; expected a number >= 0"
+    return None
+
+
+def _rows_problem(call: Call) -> str | None:
+    """Of the choice of rows."""
+    partial, rows, row_count = call.partial, call.rows, call.row_count
     if rows is not None:
-        expect(
-            rows.dim() == 1 and rows.dtype == torch.int64 and rows.device == partial.device,
-            f"rows is {list(rows.shape)} {rows.dtype} on {rows.device}; expected [n] int64 on {partial.device}",
-        )
+        if not (rows.dim() == 1 and rows.dtype == torch.int64 and rows.device == partial.device):
+            return f"rows is {list(rows.shape)} {rows.dtype} on {rows.device}; expected [n] int64 on {partial.device}"
         if rows.device.type == "cpu" and rows.numel():  # elsewhere a look at the values would stall the stream
-            expect(
-                int(rows[0]) >= 0 and int(rows[-1]) < partial.shape[0] and bool((rows[1:] >= rows[:-1]).all()),
-                f"rows={rows.tolist()}; expected ascending rows from 0 to {partial.shape[0] - 1}",
-            )
-    if row_count is not None:
-        expect(
-            row_count.numel() == 1 and row_count.dtype == torch.int32 and row_count.device == partial.device,
+            within = int(rows[0]) >= 0 and int(rows[-1]) < partial.shape[0]
+            if not (within and bool((rows[1:] >= rows[:-1]).all())):
+                return f"rows={rows.tolist()}; expected ascending rows from 0 to {partial.shape[0] - 1}"
+    if row_count is not None and not (
+        row_count.numel() == 1 and row_count.dtype == torch.int32 and row_count.device == partial.device
+    ):
+        return (
             f"row_count is {list(row_count.shape)} {row_count.dtype} on {row_count.device}; expected [1] int32 on "
-            f"{partial.device}",
+            f"{partial.device}"
         )
-    n = partial.shape[0] if rows is None else rows.numel()
+    return None
+
+
+def _memory_problem(call: Call) -> str | None:
+    """Of the results, and of what may share memory."""
+    partial, residual, hidden, out, fp8 = call.partial, call.residual, call.workspace.hidden, call.out, call.fp8
+    n = partial.shape[0] if call.rows is None else call.rows.numel()
     outputs: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]]
-    outputs = [("out" if fp8 is None else "unquantised", out, (n, hidden), dtype)]
+    outputs = [("out" if fp8 is None else "unquantised", out, (n, hidden), call.workspace.dtype)]
     if fp8 is not None:
         outputs += [
             ("out", fp8.rows, (n, hidden), quantisation.DTYPE),
@@ -135,22 +149,22 @@ def check(op: str, call: Call) -> None:
             ("scale", fp8.scale, (1,), torch.float32),
         ]
     for name, tensor, shape, kind in outputs:
-        if tensor is not None:
-            expect(
-                tuple(tensor.shape) == shape and tensor.dtype == kind and tensor.device == partial.device,
+        if tensor is None:
+            continue
+        if not (tuple(tensor.shape) == shape and tensor.dtype == kind and tensor.device == partial.device):
+            return (
                 f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; expected {list(shape)} {kind} on "
-                f"{partial.device}",
+                f"{partial.device}"
             )
-            expect(
-                tensor.stride(-1) == 1 or tensor.numel() <= 1,
-                f"{name} has strides {tensor.stride()}; its rows must be contiguous",
-            )
+        if not (tensor.stride(-1) == 1 or tensor.numel() <= 1):
+            return f"{name} has strides {tensor.stride()}; its rows must be contiguous"
     for name, tensor in (("partial", partial), ("residual", residual), (outputs[0][0], out)):
         if tensor is None:
             continue
         if tensor.shape[0] > 1 and tensor.stride(0) < hidden:
-            expect(False, f"{name} has strides {tensor.stride()}; its rows must not overlap")
+            return f"{name} has strides {tensor.stride()}; its rows must not overlap"
         if tensor.requires_grad and torch.is_grad_enabled():
-            expect(False, f"{name} requires grad, and this has no backward: call it under torch.no_grad()")
+            return f"{name} requires grad, and this has no backward: call it under torch.no_grad()"
         if name != "residual" and tensor.numel() and tensor.data_ptr() == residual.data_ptr():
-            expect(False, f"residual and {name} are the same memory; each is written with its own result")
+            return f"residual and {name} are the same memory; each is written with its own result"
+    return None
