@@ -171,6 +171,16 @@ def test_where_steps_may_differ_each_gets_its_own_once(monkeypatch: pytest.Monke
     assert len(state.asked) == 3
 
 
+def test_where_steps_may_differ_the_step_of_the_warm_up_is_planned_on_what_was_built_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = State(monkeypatch, same=False)
+    metadata = state.step(CUDAGraphMode.NONE)
+    assert state.prepared == [2], "the builder's buffers were used meanwhile"
+    metadata.restore()
+    assert (len(state.asked), metadata["layer"].number) == (2, 2)
+
+
 def test_layers_with_caches_of_their_own_run_as_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     state = State(monkeypatch, after_capture=False)
     state.layers = ["one", "other"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ def state_class(on: bool) -> type:
                     stock.cache_clear()  # its builder's buffers were used meanwhile
                     if runtime.off is not None:
                         return stock()
+                    tables = dataclasses.replace(tables, metadata=self._pattern(stock))
                 if not whole:
                     planned = runtime.prepare(_rows(input_batch), tables)
                     return stock() if planned is None else Planned(planned, stock)
