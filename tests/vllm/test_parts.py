@@ -127,9 +127,10 @@ def test_without_the_switch_nothing_is_said(switch: str | None) -> None:
         ("1", "0.26.0", "cuda", "v0_26", "on for vLLM 0.26.0"),
         ("1", "0.26.1+cu130", "cuda", "v0_26", "on for"),
         ("1", "0.29.0", "cuda", None, "never measured"),
-        ("force", "0.29.0", "cuda", "v0_29", "on for"),
-        ("FORCE", "0.33.2", "cuda", "v0_29", "on for"),
-        ("force", "0.32.0+cpu", "cpu", "v0_29", "on for"),
+        ("force", "0.29.0", "cuda", "v0_26", "on for"),
+        ("force", "0.30.0", "cuda", "v0_30", "on for"),
+        ("FORCE", "0.33.2", "cuda", "v0_30", "on for"),
+        ("force", "0.32.0+cpu", "cpu", "v0_30", "on for"),
         ("1", "0.32.0+cpu", "cpu", None, "CPU build was never measured"),
         ("force", "0.25.4", "cuda", None, "outside 0.26 to 0.33"),
         ("force", "0.34.0", "cuda", None, "outside 0.26 to 0.33"),
@@ -187,6 +188,9 @@ def engine(**changes: Any) -> SimpleNamespace:
         ({"model_config__enable_sleep_mode": True}, Reason.SLEEP_MODE),
         ({"cache_config__cache_dtype": "fp8"}, Reason.KV_CACHE_DTYPE),
         ({"cache_config__calculate_kv_scales": True}, Reason.KV_CACHE_DTYPE),
+        ({"model_config__enable_return_routed_experts": True}, Reason.ROUTED_EXPERTS),  # until vLLM 0.30
+        ({"aux_output_config": SimpleNamespace(enable_return_routed_experts=True)}, Reason.ROUTED_EXPERTS),
+        ({"aux_output_config": SimpleNamespace(enable_return_routed_experts=False)}, None),
         ({"use_v2_model_runner": False}, Reason.RUNNER),
         ({}, None),
     ],
@@ -194,6 +198,14 @@ def engine(**changes: Any) -> SimpleNamespace:
 def test_what_keeps_an_engine_stock(changes: dict[str, Any], reason: Reason | None) -> None:
     found = engine_problem(engine(**changes), "", "cuda")
     assert (found and found[0]) is reason
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_each_platform_has_the_hooks_of_one_runner(platform: str) -> None:
+    needed = platform == "cuda"
+    assert engine_problem(engine(use_v2_model_runner=needed), "", platform) is None
+    found = engine_problem(engine(use_v2_model_runner=not needed), "", platform)
+    assert found == (Reason.RUNNER, f"set VLLM_USE_V2_MODEL_RUNNER={needed:d}")
 
 
 def test_a_model_inside_another_one_stays_stock() -> None:

@@ -44,7 +44,8 @@ def engine_problem(vllm_config: Any, prefix: str, platform: str) -> Finding | No
         (Reason.SLEEP_MODE, lambda: getattr(model, "enable_sleep_mode", False)),
         (Reason.KV_CACHE_DTYPE, lambda: vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16")),
         (Reason.KV_CACHE_DTYPE, lambda: getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
-        (Reason.RUNNER, lambda: platform == "cuda" and not vllm_config.use_v2_model_runner),
+        (Reason.ROUTED_EXPERTS, lambda: _returns_routed_experts(vllm_config)),
+        (Reason.RUNNER, lambda: _wrong_runner(vllm_config, platform)),
         (Reason.BREAKABLE_GRAPHS, lambda: _set("VLLM_USE_BREAKABLE_CUDAGRAPH")),
         (Reason.BATCH_INVARIANT, lambda: _set("VLLM_BATCH_INVARIANT")),
     ]
@@ -70,6 +71,18 @@ def model_problem(model: Any, compat: ModuleType) -> Finding | None:
         if layer.kv_sharing_target_layer_name is not None or type(layer).__name__ != "Attention":
             return Reason.LAYERS, f"{layer.layer_name} is {type(layer).__name__}"
     return None
+
+
+def _returns_routed_experts(vllm_config: Any) -> bool:
+    """vLLM 0.31 moved the setting."""
+    homes = (vllm_config.model_config, getattr(vllm_config, "aux_output_config", None))
+    return any(getattr(home, "enable_return_routed_experts", False) for home in homes)
+
+
+def _wrong_runner(vllm_config: Any, platform: str) -> str | None:
+    """GPUs have the hooks of the V2 runner, CPUs those of the V1 runner; either platform may run either."""
+    needed = platform == "cuda"
+    return None if vllm_config.use_v2_model_runner == needed else f"set VLLM_USE_V2_MODEL_RUNNER={needed:d}"
 
 
 def _set(variable: str) -> bool:

@@ -106,7 +106,7 @@ def state_class(on: bool) -> type:
             pieces = config.cudagraph_mode.mixed_mode() == CUDAGraphMode.PIECEWISE
             graphs = [size for size in config.cudagraph_capture_sizes or () if pieces and size >= rows]
             mode, padded = (CUDAGraphMode.PIECEWISE, min(graphs)) if graphs else (CUDAGraphMode.NONE, rows)
-            requests = -(-rows // self.max_model_len)
+            requests = -(-rows // self.model_config.max_model_len)
             grown = tables.grown(padded, self.max_num_reqs)
             buffers = SimpleNamespace(
                 device=self.device,

@@ -29,8 +29,8 @@ class Range:
 
 RANGES = (
     Range((0, 26), (0, 26), "v0_26", measured=True),
-    Range((0, 27), (0, 28), "v0_26", measured=False),
-    Range((0, 29), (0, 33), "v0_29", measured=False),
+    Range((0, 27), (0, 29), "v0_26", measured=False),
+    Range((0, 30), (0, 33), "v0_30", measured=False),
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tokenweave.integrations.vllm.compat.v0_29 import (
+from tokenweave.integrations.vllm.compat.v0_30 import (
     activate,
     experts_problem,
     forward_context,

@@ -1,4 +1,4 @@
-"""vLLM 0.26 to 0.28."""
+"""vLLM 0.26 to 0.29."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ modes are measured, and graphs are made."""
 
 SAME_PATTERN = True
 """Whether steps' attention metadata differ in nothing but what :func:`cut_metadata` replaces: the V2 runner has one builder call,
-without a common prefix."""
+without a common prefix, and what else a builder of FlashAttention sets is for context parallelism, inputs other than text and
+windows that a model's config asks for."""
 
 
 def normalise_queries_keys(attention: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""vLLM 0.29 to 0.33: as 0.26, but for when graphs can be made."""
+"""vLLM 0.30 to 0.33: as 0.26, but for when graphs can be made."""
 
 from __future__ import annotations
 
 from tokenweave.integrations.vllm.compat.v0_26 import (
+    SAME_PATTERN,
     activate,
     cut_metadata,
     experts_problem,
@@ -31,7 +32,4 @@ __all__ = [
 ]
 
 WARMS_UP_AFTER_CAPTURE = False
-"""These versions may run theirs before the capture: graphs are made when first needed."""
-
-SAME_PATTERN = False
-"""Not looked at on GPUs."""
+"""vLLM's step of its own runs before its graphs are captured, or not at all: ours are made when first needed."""
