@@ -327,6 +327,18 @@ def test_built_in_names_become_folders_that_say_the_same(name: str, tmp_path: Pa
     assert weightless
     assert read_config(folder) == read_config(name)
     assert config_json(read_config(folder)) == config_json(read_config(name))
+    made = (folder / "config.json").stat()
+    assert model_folder(name.upper(), tmp_path)[0] == folder, "vLLM's compile cache goes by the path"
+    assert (folder / "config.json").stat() == made
+    (folder / "config.json").write_text("{}")
+    model_folder(name, tmp_path)
+    assert read_config(folder) == read_config(name)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RequestError, match="TOKENWEAVE_CACHE"):
+        model_folder(builtin_names()[0], tmp_path / "file")
 
 
 def test_a_step_is_measured_while_all_requests_decode() -> None:

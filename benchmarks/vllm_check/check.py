@@ -20,13 +20,13 @@ import math
 import os
 import random
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from tokenweave.bench.environment import describe
 from tokenweave.bench.vllm.configurations import model_folder
+from tokenweave.cache import cache_dir
 from tokenweave.models.hf_config import read_json
 
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the workers
@@ -114,10 +114,10 @@ def _measured(worker: Any) -> dict[str, dict[str, float]]:
 class Check:
     """A running engine and the figures so far."""
 
-    def __init__(self, options: argparse.Namespace, made: Path) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         from vllm import LLM
 
-        folder, _ = model_folder(options.model, made)
+        folder, _ = model_folder(options.model, cache_dir("models"))
         weights = any(folder.glob("*.safetensors"))
         config = read_json(folder / "config.json")
         self.vocab = config["vocab_size"]
@@ -265,17 +265,12 @@ def main() -> None:
     parser.add_argument("--engine", default="{}", help="more engine arguments, as JSON")
     parser.add_argument("--json", help="file for the figures")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tokenweave-check-") as made:
-        run(options, Path(made))
+    run(options)
 
 
-def run(options: argparse.Namespace, made: Path) -> None:
-    """Starts the engine, measures what was asked for, and writes the figures also where something fails.
-
-    Args:
-        made: an empty folder for the config.json of a built-in model.
-    """
-    check = Check(options, made)
+def run(options: argparse.Namespace) -> None:
+    """Starts the engine, measures what was asked for, and writes the figures also where something fails."""
+    check = Check(options)
     state = check.state()
     print("START", json.dumps(check.result), json.dumps(state), flush=True)
     if state["off"] != "None":

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenweave.cache import cache_dir
 from tokenweave.cli.arguments import check_output, check_picture, check_seed, check_time_limit, numbers, some
 from tokenweave.errors import RequestError
 
@@ -68,14 +69,13 @@ def run(args: argparse.Namespace) -> int:
     from tokenweave.bench.vllm.report import text
 
     names = _check(args)
-    with tempfile.TemporaryDirectory(prefix="tokenweave-model-") as made:
-        folder, weightless = configurations.model_folder(args.model, Path(made))
-        dummy = weightless or args.dummy
-        if args.layers is not None and not dummy:
-            raise RequestError("--layers needs random weights: add --dummy, or name a built-in configuration")
-        config = _config(args, names, folder, dummy)
-        bench = VllmBench(config, _environment(), _monitor(), lambda line: print(line, file=sys.stderr, flush=True))
-        result = bench.run()
+    folder, weightless = configurations.model_folder(args.model, cache_dir("models"))
+    dummy = weightless or args.dummy
+    if args.layers is not None and not dummy:
+        raise RequestError("--layers needs random weights: add --dummy, or name a built-in configuration")
+    config = _config(args, names, folder, dummy)
+    bench = VllmBench(config, _environment(), _monitor(), lambda line: print(line, file=sys.stderr, flush=True))
+    result = bench.run()
     print(text(result), flush=True)
     if args.plot is not None and result["rows"]:
         plot(result, args.plot)

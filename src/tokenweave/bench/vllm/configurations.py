@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenweave.errors import RequestError
+from tokenweave.files import write_whole
 from tokenweave.models.config import ModelConfig, builtin_names, read_config
 from tokenweave.models.hf_config import ARCHITECTURES, read_json
 
@@ -102,10 +103,10 @@ def model_folder(model: str, where: Path) -> tuple[Path, bool]:
 
     Args:
         model: a folder with config.json, or one of ``builtin_names()``.
-        where: an empty folder for a config.json that is made.
+        where: for the folder with a config.json that is made. It stays: vLLM's cache of compiled graphs goes by its path.
 
     Raises:
-        RequestError: it is neither; GGUF files among them.
+        RequestError: it is neither; GGUF files among them. Or nothing can be written to ``where``.
         ModelError: there is no built-in name like it.
     """
     path = Path(model)
@@ -116,8 +117,14 @@ def model_folder(model: str, where: Path) -> tuple[Path, bool]:
         raise RequestError(
             f"--model {model}: vLLM is started with a Hugging Face folder, or with one of {', '.join(builtin_names())}"
         )
-    (where / "config.json").write_text(json.dumps(config_json(read_config(model)), indent=2))
-    return where, True
+    text = json.dumps(config_json(read_config(model)), indent=2)
+    made = where / model.casefold() / "config.json"
+    try:
+        if not made.exists() or made.read_text() != text:
+            write_whole(made, text)
+    except OSError as error:
+        raise RequestError(f"{made} cannot be written ({error}); set TOKENWEAVE_CACHE to a folder that can") from error
+    return made.parent, True
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
