@@ -74,7 +74,7 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Engine arguments of a configuration.
 
-    ``best``: vLLM 0.26 to 0.29 fix a full graph's longest query at ceil(tokens / max_num_seqs) when they capture it. If
+    ``best``: vLLM 0.26 to 0.30 fix a full graph's longest query at ceil(tokens / max_num_seqs) when they capture it. If
     that times the query heads per key/value head is 64 or less, FlashAttention-3 takes its tile for decoding for every
     prefill, so max_num_seqs is lowered until the smallest prefill's graph is past it.
 
