@@ -224,6 +224,7 @@ def _problem(
     v2 = environment.get("VLLM_USE_V2_MODEL_RUNNER")
     number = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     mixture = class_name == _MIXTRAL
+    by_default = platform == "cuda" and (number >= _V2_EVERYWHERE or not mixture)  # it needs Triton, which CPUs lack
     engine = SimpleNamespace(
         model_config=SimpleNamespace(runner_type="generate", is_moe=mixture, is_multimodal_model=False),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, enable_expert_parallel=False),
@@ -231,7 +232,7 @@ def _problem(
         speculative_config=None,
         kv_transfer_config=None,
         cache_config=SimpleNamespace(cache_dtype=_cache_dtype(raw)),
-        use_v2_model_runner=v2 == "1" if v2 else number >= _V2_EVERYWHERE or not mixture,
+        use_v2_model_runner=v2 == "1" if v2 else by_default,
     )
     if found := engine_problem(engine, "", platform):
         return found
