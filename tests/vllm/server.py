@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import harness
+import saved_models
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -65,7 +66,7 @@ def setting(folder: Path) -> Setting:
         arguments = "--dtype bfloat16 --load-format dummy --max-model-len 4096 --max-num-batched-tokens 8192 --gpu-memory-utilization 0.5"
         environment |= {"TOKENWEAVE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     else:
-        model, lengths, longer = harness.tiny_model(folder), [70, 128, 2, 200, 150, 90, 31, 1], 50
+        model, lengths, longer = saved_models.tiny_model(folder), [70, 128, 2, 200, 150, 90, 31, 1], 50
         arguments = (
             "--dtype float32 --enforce-eager --max-model-len 256 --max-num-batched-tokens 128 --max-num-seqs 16 "
             "--kv-cache-memory-bytes 67108864"

@@ -10,6 +10,7 @@ from typing import Any
 
 import harness
 import pytest
+import saved_models
 
 from tokenweave.bench.vllm.engine import prompt
 from tokenweave.cli.main import main
@@ -37,7 +38,7 @@ def served(folder: str, commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_the_benchmarks_engine_answers_with_times_and_tokens(tmp_path: Path) -> None:
-    model = harness.tiny_model(tmp_path / "model")
+    model = saved_models.tiny_model(tmp_path / "model")
     (tmp_path / "engine.json").write_text(json.dumps({**ENGINE, "model": str(model)}))
     commands = [{"do": "reset"}, {"do": "replay", "requests": REQUESTS, "keep_tokens": True}]
     env = {"TOKENWEAVE": "force", "TOKENWEAVE_MODE": "fused"}
@@ -51,7 +52,7 @@ def test_the_benchmarks_engine_answers_with_times_and_tokens(tmp_path: Path) -> 
     assert reset == {}
     prompts = [prompt(request["prompt"], 160, request["seed"]) for request in REQUESTS]
     for request, found, ids in zip(REQUESTS, replayed["requests"], prompts, strict=True):
-        (expected,) = harness.transformers_tokens(model, [ids], request["output"])
+        (expected,) = saved_models.transformers_tokens(model, [ids], request["output"])
         assert found["tokens"] == expected
         assert request["at"] <= found["sent"] < found["first"] < found["last"]
     assert replayed["plugin"]["steps mode=fused"] >= 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import harness
 import pytest
+import saved_models
 
 CHECK = Path(__file__).parents[2] / "benchmarks" / "vllm_check" / "check.py"
 ENGINE = {"dtype": "bfloat16", "max_num_batched_tokens": 2048, "max_num_seqs": 32}
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(MOST + 60)]
 def result(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of ``benchmarks/vllm_check``: batches in all modes, and twice 500 requests that take some 1,000 steps."""
     folder = tmp_path_factory.mktemp("smollm2")
-    harness.smollm2_model(smollm2_gguf, folder)
+    saved_models.smollm2_model(smollm2_gguf, folder)
     file, log = folder / "check.json", folder / "log.txt"
     words = ["--model", str(folder), "--layouts", "15", "--tokens", "", "--requests", "500", "--output", "64"]
     words += ["--max-model-len", "4096", "--engine", json.dumps(ENGINE), "--json", str(file)]

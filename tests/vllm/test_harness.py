@@ -7,6 +7,7 @@ from typing import Any
 
 import harness
 import pytest
+import saved_models
 import torch
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6] * 30, list(range(3, 40)), [11]]
@@ -27,7 +28,7 @@ def wrong(llm: Any) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.tiny_model(tmp_path_factory.mktemp("llama"))
+    return saved_models.tiny_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_scenarios_run_on_every_rank_with_the_model_at_hand(stock: harness.Run) 
 
 
 def test_greedy_tokens_are_those_of_transformers(stock: harness.Run, model: Path) -> None:
-    assert stock["batch"] == stock["alone"] == harness.transformers_tokens(model, PROMPTS, TOKENS)
+    assert stock["batch"] == stock["alone"] == saved_models.transformers_tokens(model, PROMPTS, TOKENS)
     assert stock.ranks("batch")[1] == stock["batch"]
 
 

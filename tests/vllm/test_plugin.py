@@ -7,6 +7,7 @@ from typing import Any
 
 import harness
 import pytest
+import saved_models
 import torch
 
 MODES = ("sequential", "fused", "woven")
@@ -181,7 +182,7 @@ def class_of(llm: Any) -> str:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        family: harness.tiny_model(tmp_path_factory.mktemp(family), family, **{"num_attention_heads": 4, **more})
+        family: saved_models.tiny_model(tmp_path_factory.mktemp(family), family, **{"num_attention_heads": 4, **more})
         for family, more in FAMILIES.items()
     }
 
@@ -322,7 +323,7 @@ def smollm2(
 
     tokenizer, folder = load_tokenizer(smollm2_gguf), tmp_path_factory.mktemp("smollm2")
     prompts = [tokenizer.encode(text) for text in TEXTS]
-    model = harness.smollm2_model(smollm2_gguf, folder)
+    model = saved_models.smollm2_model(smollm2_gguf, folder)
     expected = []
     for prompt in prompts:
         whole = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)

@@ -17,6 +17,7 @@ from typing import Any
 
 import harness
 import pytest
+import saved_models
 from server import shared_memory
 
 PROMPTS = [list(range(3, 60)), [5, 6, 7]]
@@ -67,7 +68,7 @@ def _workers() -> list[int]:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install ray")
 @pytest.mark.parametrize("newer", ["1", "0"])
 def test_under_vllms_ray_executor(tmp_path: Path, newer: str) -> None:
-    model = harness.tiny_model(tmp_path / "model")
+    model = saved_models.tiny_model(tmp_path / "model")
     info = tmp_path / "plugin" / "ray_on_cpu-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ray-on-cpu\nVersion: 1\n")
@@ -85,7 +86,7 @@ def test_under_vllms_ray_executor(tmp_path: Path, newer: str) -> None:
     answer = json.loads((tmp_path / "answer.json").read_text())
     for file in answer["left"]:
         Path(file).unlink(missing_ok=True)
-    assert answer["tokens"] == harness.transformers_tokens(model, PROMPTS, TOKENS)
+    assert answer["tokens"] == saved_models.transformers_tokens(model, PROMPTS, TOKENS)
     assert ("RayWorkerProc" if newer == "1" else "RayWorkerWrapper") in output
     (steps,) = [
         line

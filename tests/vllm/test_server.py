@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import harness
 import openai
 import pytest
+import saved_models
 import server as servers
 from server import NAME, WORDS, Server, Setting, word
 
@@ -104,7 +104,7 @@ def expected(setting: Setting) -> list[list[str]] | None:
     """What transformers gives; None where the model's weights are vLLM's random ones."""
     if "dummy" in setting.arguments:
         return None
-    tokens = harness.transformers_tokens(setting.model, setting.prompts, TOKENS)
+    tokens = saved_models.transformers_tokens(setting.model, setting.prompts, TOKENS)
     return [text(answer).split() for answer in tokens]
 
 

@@ -139,7 +139,7 @@ def _rows_problem(call: Call) -> str | None:
 def _memory_problem(call: Call) -> str | None:
     """Of the results, and of what may share memory."""
     partial, residual, hidden, out, fp8 = call.partial, call.residual, call.workspace.hidden, call.out, call.fp8
-    n = partial.shape[0] if call.rows is None else call.rows.numel()
+    n = call.results
     outputs: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]]
     outputs = [("out" if fp8 is None else "unquantised", out, (n, hidden), call.workspace.dtype)]
     if fp8 is not None:

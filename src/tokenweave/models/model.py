@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from tokenweave.errors import ModelError
 from tokenweave.models import attention_cuda, kernels
 from tokenweave.models.config import ModelConfig, read_model_config
+from tokenweave.models.embedding import vocabulary_rows
 from tokenweave.models.inputs import Inputs
 from tokenweave.models.llama import Attention, GatedMLP, load_attention, load_mlp
 from tokenweave.models.loading import Loader, Part, Progress, Tensors, open_weights
@@ -111,14 +112,8 @@ class Model:
         if self.shard.world_size == 1:
             torch.index_select(self.embedding, 0, inputs.token_ids, out=out)
             return
-        first = self.shard.rank * self.shard.vocab.size
-        if kernels.available(out):
-            kernels.embed_rows(self.embedding, inputs.token_ids, out, first=first, count=self.shard.vocab.size)
-            return
-        rows = inputs.token_ids - first
-        elsewhere = (rows < 0) | (rows >= self.shard.vocab.size)
-        torch.index_select(self.embedding, 0, rows.masked_fill(elsewhere, 0), out=out)
-        out.masked_fill_(elsewhere.unsqueeze(1), 0)
+        count = self.shard.vocab.size
+        vocabulary_rows(self.embedding, inputs.token_ids, out, first=self.shard.rank * count, count=count)
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:

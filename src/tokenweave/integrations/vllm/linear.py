@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tokenweave.models import kernels
+from tokenweave.models.embedding import vocabulary_rows
 
 
 def partial_linear(layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -45,13 +45,7 @@ def partial_embedding(layer: Any, token_ids: torch.Tensor, out: torch.Tensor) ->
     """
     shard = layer.shard_indices
     first, count = shard.org_vocab_start_index, shard.org_vocab_end_index - shard.org_vocab_start_index
-    if kernels.available(out):
-        kernels.embed_rows(layer.weight, token_ids, out, first=first, count=count)
-        return
-    rows = token_ids - first
-    elsewhere = (rows < 0) | (rows >= count)
-    torch.index_select(layer.weight, 0, rows.masked_fill_(elsewhere, 0), out=out)
-    out.masked_fill_(elsewhere.unsqueeze(1), 0)
+    vocabulary_rows(layer.weight, token_ids, out, first=first, count=count)
 
 
 def plain_vocabulary(layer: Any) -> bool:

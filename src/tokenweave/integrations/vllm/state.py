@@ -92,9 +92,9 @@ def state_class(on: bool) -> type:
             differs between steps is replaced.
             """
             if not self._runtime.compat.SAME_PATTERN:
-                return _pattern(stock())
+                return _of_all_layers(stock())
             if not hasattr(self, "_first_pattern"):
-                self._first_pattern = _pattern(stock())
+                self._first_pattern = _of_all_layers(stock())
             return self._first_pattern
 
         def _stock_step(self, tables: Tables, batch: Any, more: tuple[Any, ...], rows: int) -> Callable[[], object]:
@@ -139,7 +139,8 @@ def _rows(batch: Any) -> list[Rows]:
     return [Rows(*row) for row in zip(batch.req_ids, counts, context, strict=True)]
 
 
-def _pattern(metadata: dict[str, Any]) -> Any | None:
+def _of_all_layers(metadata: dict[str, Any]) -> Any | None:
+    """The metadata that all layers share; None where they do not."""
     patterns = {id(pattern): pattern for pattern in metadata.values()}
     return next(iter(patterns.values())) if len(patterns) == 1 else None
 

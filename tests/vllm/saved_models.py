@@ -1,0 +1,70 @@
+"""Models in folders, for a real vLLM on two ranks; and what transformers says with them, which is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def tiny_model(folder: Path, variant: str = "llama", **more: Any) -> Path:
+    """Saves a random model of :data:`checkpoints.VARIANTS` in ``folder`` with heads of a size that vLLM's CPU attention has."""
+    from checkpoints import make_checkpoint
+
+    return make_checkpoint(folder, variant, **{"head_dim": 32, **more})
+
+
+def smollm2_model(gguf: Path, folder: Path) -> Any:
+    """Saves SmolLM2-135M of a GGUF file in ``folder`` for vLLM at TP 2, and gives it as transformers has it, in fp32.
+
+    It has 9 heads in 3 groups, which vLLM does not divide by 2: a fourth group of heads whose weights are zero changes nothing.
+    """
+    import torch
+    import transformers
+
+    from tokenweave.models.config import read_config
+    from tokenweave.models.loading import open_weights
+
+    config = read_config(gguf)
+    weights = open_weights(gguf, config.head_dim)
+    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        rope = {"rope_theta": config.rope_theta}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.hidden,
+            intermediate_size=config.intermediate,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads + 3,
+            num_key_value_heads=config.kv_heads + 1,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.context,
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=True,
+            **rope,
+        )
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            stored = weights.read(name).float()
+            parameter.zero_()
+            parameter[tuple(slice(0, n) for n in stored.shape)] = stored
+    model.save_pretrained(folder)
+    return model
+
+
+def transformers_tokens(model: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The greedy tokens that transformers gives in fp32: the reference, in pytest's process."""
+    import torch
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(max_tokens):
+                tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
