@@ -44,7 +44,8 @@ def run_ranks(
         world_size: number of processes; ``dist.get_rank()`` inside the function tells them apart.
         function: a top-level function; its arguments and results are pickled (tensors are copied).
         timeout: seconds for the slowest rank, not counting the pool's start.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (gloo for CPU tensors, NCCL for CUDA ones; rank r uses GPU r).
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (gloo for CPU tensors, NCCL for CUDA ones; rank r uses GPU r, or all of them
+            the first one: see :func:`shares_gpu`).
 
     Raises:
         TimeoutError: a rank did not answer in time; the message has the stacks of those that did not.
@@ -69,6 +70,14 @@ def run_fresh_ranks(world_size: int, function: Callable[..., Any], *args: Any, t
         return pool.run(function, args, timeout)
     finally:
         pool.kill()
+
+
+def shares_gpu() -> bool:
+    """Whether all ranks of ``device="cuda"`` run on one GPU, in turns: ``TOKENWEAVE_TEST_SHARE_GPU=1``, for machines with no more.
+
+    Protocols and results are the same, each wait takes some milliseconds, and what they take in all says nothing.
+    """
+    return os.environ.get("TOKENWEAVE_TEST_SHARE_GPU", "0") not in ("", "0")
 
 
 def close_pools() -> None:
@@ -197,7 +206,14 @@ def _serve(theirs: connection.Connection) -> None:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        if device == "cuda":
+        if device == "cuda" and shares_gpu():
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses ranks of one GPU without
+            # So does NCCL, among ranks of one host: as ranks of several it connects them by sockets.
+            os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
+            torch.cuda.set_device(0)
+            torch.cuda.init()
+            torch.cuda.device_count = lambda: world_size
+        elif device == "cuda":
             torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)

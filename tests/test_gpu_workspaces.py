@@ -79,7 +79,7 @@ def _two_groups(seed: int) -> None:
     mine = [(n, group) for n, (group, ranks) in enumerate(zip(groups, members, strict=True)) if rank in ranks]
     options = {
         "dtype": torch.bfloat16,
-        "device": torch.device("cuda", rank),
+        "device": torch.device("cuda", torch.cuda.current_device()),
         "transport": TRANSPORT,
         "time_limit": 10.0,
     }

@@ -132,9 +132,8 @@ class Check:
             skip_tokenizer_init=True,
             tensor_parallel_size=options.tp,
             max_model_len=options.max_model_len,
-            gpu_memory_utilization=0.8,
             seed=0,
-            **engine,
+            **{"gpu_memory_utilization": 0.8, **engine},
         )
         self.result: dict[str, Any] = {"model": options.model, "layers": layers, "tp": options.tp}
         self.result["start_s"] = round(time.perf_counter() - began, 1)
