@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 LARGE = ("llama-3.3-70b", "llama-3.3-70b-20-layers", "qwen2.5-72b-16-layers")
 OF_512 = ("llama-3.3-70b-20-layers-512-to-8192", "qwen2.5-72b-16-layers-512")
 MIXTRAL = ("mixtral-8x7b-16-layers", "mixtral-8x7b-16-layers-512-and-16384")
+_LAUNCH = ("threads_per_row", "dependent_launch", "lets_its_successor_start", "blocks_spread_by_shared_memory")
 ODD = "h200x2-odd-sizes-llama-3.1-8b-4-layers.json"
 
 
@@ -202,6 +203,53 @@ def test_what_odd_sizes_lose_is_said():
     assert 1.015 < promised["fused"] / promised["woven"] < 1.02
     threads = [oneshot_kernel(2, 0, 4096, "bfloat16", 0, rows=n).threads for n in (256, 257)]
     assert "takes {1} threads a row in place of {0}".format(*threads) in text
+
+
+def test_what_one_gpu_shows_of_the_one_shot_kernel_in_steps():
+    text = _words("docs", "gpu-execution.md")
+    found = json.loads((RESULTS / "h200-oneshot-in-step.json").read_text("utf-8"))
+    first: dict[int, list[dict[str, Any]]] = {}
+    for row in found["first_run"]:
+        if row["kernel"] == "oneshot":
+            first.setdefault(row["tokens"], []).append(row)
+    shipped = {n: rows[0] for n, rows in first.items()}
+    cold = [row["in_step_us"] - row["alone_us"] for row in shipped.values()]
+    assert f"takes {min(cold):.1f} to {max(cold):.1f} us longer than alone" in text
+
+    def slower(tokens: int, **changed: Any) -> float:
+        wanted = {key: shipped[tokens][key] for key in _LAUNCH} | changed
+        return next(
+            row["in_step_us"] - shipped[tokens]["in_step_us"]
+            for row in first[tokens]
+            if {key: row[key] for key in _LAUNCH} == wanted
+        )
+
+    assert f"256 threads a row it takes {-slower(257, threads_per_row=256):.1f} us less at 257 rows" in text
+    assert slower(391, threads_per_row=256) > 0
+    assert abs(slower(257, threads_per_row=512)) < 0.3
+    assert f"{slower(391, threads_per_row=512):.1f} us more at 391" in text
+    others = [slower(n, blocks_spread_by_shared_memory=True) for n in first]
+    others += [
+        slower(n, lets_its_successor_start=when) for n in first for when in ("once a row is stored", "at its end")
+    ]
+    second = {(r["tokens"], r["kernel"], r["dependent_launch"]): r["in_step_us"] for r in found["second_run"]}
+    polls = "oneshot, one lane of a warp polls"
+    others += [us - second[n, "oneshot", way] for (n, kernel, way), us in second.items() if kernel == polls]
+    (most,) = re.findall(r"by one lane of a warp gain at most ([\d.]+) us", text)
+    assert float(most) - 0.1 < -min(others) <= float(most)
+    saved = {n: second[n, "oneshot", False] - second[n, "oneshot", True] for n in (1, 16, 64, 129, 200, 257, 320, 391)}
+    costs = [-us for n, us in saved.items() if n > 64]
+    small = [us for n, us in saved.items() if n <= 64]
+    assert f"costs {min(costs):.1f} to {max(costs):.1f} us at 129 to 391 rows" in text
+    assert f"saves {min(small):.1f} to {max(small):.1f} up to 64" in text
+    late: dict[tuple[int, int], list[float]] = {}
+    for row in found["peer_late"]["rows"]:
+        if row["kernel"] == "oneshot":
+            late.setdefault((row["tokens"], row["threads_per_row"]), []).append(row["us_beyond_the_delay"])
+    assert all(max(us) - min(us) < 0.2 for us in late.values())
+    two = [second[n, "twoshot, default blocks", True] - second[n, "oneshot", True] for n in (391, 512)]
+    assert abs(two[0]) < 0.3
+    assert f"{-two[1]:.1f} us less at 512" in " ".join(text.split())
 
 
 def test_the_table_of_odd_sizes_holds_its_rows():
