@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: rank 
 import pytest
 import torch
 
-from ranks import close_pools, shares_gpu
+from ranks import close_pools
+from shared_gpu import shares_gpu
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -27,6 +27,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from shared_gpu import shares_gpu, use_first_gpu
+
 START_TIMEOUT = 120.0  # seconds; importing torch on a busy machine
 GRACE = 2.0  # seconds that the other ranks get to answer once one has raised
 
@@ -45,7 +47,7 @@ def run_ranks(
         function: a top-level function; its arguments and results are pickled (tensors are copied).
         timeout: seconds for the slowest rank, not counting the pool's start.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (gloo for CPU tensors, NCCL for CUDA ones; rank r uses GPU r, or all of them
-            the first one: see :func:`shares_gpu`).
+            the first one: see :mod:`shared_gpu`).
 
     Raises:
         TimeoutError: a rank did not answer in time; the message has the stacks of those that did not.
@@ -70,14 +72,6 @@ def run_fresh_ranks(world_size: int, function: Callable[..., Any], *args: Any, t
         return pool.run(function, args, timeout)
     finally:
         pool.kill()
-
-
-def shares_gpu() -> bool:
-    """Whether all ranks of ``device="cuda"`` run on one GPU, in turns: ``TOKENWEAVE_TEST_SHARE_GPU=1``, for machines with no more.
-
-    Protocols and results are the same, each wait takes some milliseconds, and what they take in all says nothing.
-    """
-    return os.environ.get("TOKENWEAVE_TEST_SHARE_GPU", "0") not in ("", "0")
 
 
 def close_pools() -> None:
@@ -207,12 +201,7 @@ def _serve(theirs: connection.Connection) -> None:
 
         torch.set_num_threads(1)
         if device == "cuda" and shares_gpu():
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch refuses ranks of one GPU without
-            # So does NCCL, among ranks of one host: as ranks of several it connects them by sockets.
-            os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
-            torch.cuda.set_device(0)
-            torch.cuda.init()
-            torch.cuda.device_count = lambda: world_size
+            use_first_gpu(rank, world_size)
         elif device == "cuda":
             torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -1,7 +1,7 @@
 """A vLLM server as a user starts it, ``vllm serve`` with TokenWeave on, and what it leaves when it ends.
 
-:func:`setting` says what the machine asks for: vLLM's CPU build with a tiny model, or 2 GPUs with four layers of Llama-8B's
-shape and random weights, whose steps are large enough to be woven.
+:func:`setting` says what the machine asks for: vLLM's CPU build with a tiny model, or 2 GPUs (or one that the ranks share) with
+four layers of Llama-8B's shape and random weights, whose steps are large enough to be woven.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import harness
+import one_gpu
 import saved_models
 import torch
 from prometheus_client.parser import text_string_to_metric_families
@@ -55,16 +56,17 @@ def word(token: int) -> str:
     return f"w{token};"
 
 
-def setting(folder: Path) -> Setting:
-    """For this machine; its model is made in ``folder``."""
+def setting(folder: Path, sharing: one_gpu.Sharing) -> Setting:
+    """For this machine; its model is made in ``folder``. ``sharing``: of the ranks, if they share a GPU."""
     environment = {**harness.ENVIRONMENT, "TOKENWEAVE_MODE": "woven"}
     gpus = torch.cuda.device_count()
     front_ends = 2 if (os.cpu_count() or 1) >= 8 else 1
-    replicas = 1 if gpus in (2, 3) else front_ends
-    if gpus >= harness.RANKS:
+    replicas = 1 if gpus in (2, 3) or sharing else front_ends
+    if gpus >= harness.RANKS or sharing:
         model, lengths, longer = _large_config(folder), [700, 1500, 20, 3000, 2000, 600, 1000, 64], 800
-        arguments = "--dtype bfloat16 --load-format dummy --max-model-len 4096 --max-num-batched-tokens 8192 --gpu-memory-utilization 0.5"
-        environment |= {"TOKENWEAVE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        arguments = "--dtype bfloat16 --load-format dummy --max-model-len 4096 --max-num-batched-tokens 8192"
+        arguments += "" if sharing else " --gpu-memory-utilization 0.5"
+        environment |= {"TOKENWEAVE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **sharing.environment}
     else:
         model, lengths, longer = saved_models.tiny_model(folder), [70, 128, 2, 200, 150, 90, 31, 1], 50
         arguments = (
@@ -75,7 +77,8 @@ def setting(folder: Path) -> Setting:
         environment |= _command_lines_metadata(folder / "metadata")
     _save_tokenizer(model)
     prompts = [[3 + (7 * i + 11 * n) % (WORDS - 3) for i in range(n)] for n in lengths]
-    return Setting(model, arguments.split(), environment, 300.0, prompts, longer, replicas, front_ends)
+    words = [*arguments.split(), *sharing.arguments]
+    return Setting(model, words, environment, 300.0, prompts, longer, replicas, front_ends)
 
 
 class Server:

@@ -1,7 +1,7 @@
 """``vllm serve`` with the plugin on: loaded by a real client, stopped, restarted; a worker is killed.
 
-On CPUs and, where torch sees two of them, on GPUs. Two starts; the second has two API servers and two data-parallel
-engines where the machine has the cores and GPUs for them. A test is a part of a server's life, so they run in order.
+On CPUs and, where torch sees two of them or the ranks share one, on GPUs. Two starts; the second has two API servers and two
+data-parallel engines where the machine has the cores and GPUs for them. A test is a part of a server's life, so they run in order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import harness
+import one_gpu
 import openai
 import pytest
 import saved_models
@@ -95,8 +97,9 @@ def check_metrics(server: Server, setting: Setting, engines: int = 1) -> None:
 
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    return servers.setting(tmp_path_factory.mktemp("model"))
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    with one_gpu.sharing(harness.RANKS) as sharing:
+        yield servers.setting(tmp_path_factory.mktemp("model"), sharing)
 
 
 @pytest.fixture(scope="module")
