@@ -6,10 +6,21 @@ The model has random weights: Llama-3.1-8B, or another built-in configuration (L
 with a config.json; of a folder with safetensors those are loaded. Its mode is switched in the running engine, so that all
 modes share weights, cache and clocks. ``stock`` is vLLM's own path in the same engine.
 
-Correctness: batches of prompts of random lengths, prefilled in chunks beside decodes, with every mode; what is compared are
-log-probabilities of the first tokens, the share of equal greedy tokens, and, where tokens part, by how much stock preferred its
-own: a tie that rounding breaks is a small difference, a fault is none. A prefix that a second request of the same step hits is
-one of the batches. Speed: one prompt and one token, in rounds of all modes in random order.
+Correctness: batches of prompts of random lengths, prefilled in chunks beside decodes, with every mode against stock, and stock
+against itself. Of each comparison there are
+
+- ``largest_logprob_difference``: of the first token of each request, over the five most probable ones of either.
+- ``equal_tokens``: the share of tokens before a request's first different one. What comes after it answers another text and is
+  not compared, so that a request that parts at its first token adds none, and one that parts at its last all others.
+- ``parted``: the share of requests that part at all.
+- ``largest_tie_broken``: where requests part, by how much stock preferred its own token. A tie that rounding breaks is a small
+  difference, a fault is none.
+- ``steps``: how many steps ran fused and woven meanwhile.
+
+A prefix that a second request of the same step hits is one of the batches. It ends with an error where nothing was compared:
+log-probabilities that are not finite, two prompts with the same ones, a mode of which no step ran.
+
+Speed: one prompt and one token, in rounds of all modes in random order.
 """
 
 from __future__ import annotations
@@ -21,13 +32,19 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenweave.bench.environment import describe
 from tokenweave.bench.vllm.configurations import model_folder
 from tokenweave.cache import cache_dir
 from tokenweave.models.hf_config import read_json
+
+if TYPE_CHECKING:
+    import torch
 
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the workers
 
@@ -55,15 +72,17 @@ def _randomise(worker: Any) -> None:
     import torch
 
     rank = torch.distributed.get_rank()
-    own, shared = (torch.Generator("cuda").manual_seed(seed) for seed in (rank + 1, 1000))
+    parameters = dict(worker.model_runner.model.named_parameters())
+    device = next(iter(parameters.values())).device
+    own, shared = (torch.Generator(device).manual_seed(seed) for seed in (rank + 1, 1000))
     with torch.inference_mode():
-        for name, parameter in worker.model_runner.model.named_parameters():
+        for name, parameter in parameters.items():
             data = parameter.data
             if "scale" in name:  # of fp8 codes with a deviation of 100, of 4-bit codes with one of 5; 4096 inputs
                 data.fill_(1.5e-4 if data.dtype == torch.float32 else 3e-3)
             elif data.dtype == torch.float8_e4m3fn:
                 for part in data.split(1024):
-                    part.copy_(100 * torch.randn(part.shape, generator=own, device=data.device))
+                    part.copy_(_fp8_numbers(part.shape, own))
             elif data.dtype == torch.int32:
                 data.random_(-(2**31), 2**31 - 1, generator=own)
             elif "norm" in name:
@@ -75,6 +94,14 @@ def _randomise(worker: Any) -> None:
                     part.copy_(torch.randn(part.shape, generator=own, device=data.device) * data.shape[-1] ** -0.5)
             elif data.is_floating_point():
                 data.copy_(0.1 * torch.randn(data.shape, generator=own, device=data.device))
+
+
+def _fp8_numbers(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Random numbers with a deviation of 100, in fp32, that fp8 has: torch 2.11 makes NaN of larger ones."""
+    import torch
+
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return (100 * torch.randn(shape, generator=generator, device=generator.device)).clamp_(-most, most)
 
 
 def _state(worker: Any) -> dict[str, Any]:
@@ -111,6 +138,10 @@ def _measured(worker: Any) -> dict[str, dict[str, float]]:
 # ---- in this process
 
 
+class NothingCompared(Exception):
+    """Answers that would pass any comparison, or that show no mode at work; the message says whose."""
+
+
 class Check:
     """A running engine and the figures so far."""
 
@@ -121,6 +152,7 @@ class Check:
         weights = any(folder.glob("*.safetensors"))
         config = read_json(folder / "config.json")
         self.vocab = config["vocab_size"]
+        self.text: list[int] = json.loads(Path(options.text).read_text()) if options.text else []
         layers = options.layers or config["num_hidden_layers"]
         engine = json.loads(options.engine)
         overrides = {"num_hidden_layers": layers, **engine.pop("hf_overrides", {})}
@@ -154,13 +186,19 @@ class Check:
         return [answer.outputs[0] for answer in answers]
 
     def prompt(self, generator: random.Random, tokens: int) -> list[int]:
+        """A piece of the text that was given, or random tokens."""
+        if self.text:
+            if len(self.text) <= tokens:
+                raise SystemExit(f"vllm_check: --text has {len(self.text)} tokens, too few for a prompt of {tokens}")
+            begin = generator.randrange(len(self.text) - tokens)
+            return self.text[begin : begin + tokens]
         return [generator.randrange(10, self.vocab) for _ in range(tokens)]
 
     def layouts(self, count: int, tokens: int) -> None:
         """Random batches in all modes against stock."""
         generator = random.Random(1)
-        worst, broken = dict.fromkeys(MODES, 0.0), dict.fromkeys(MODES, 0.0)
-        equal, total = dict.fromkeys(MODES, 0), 0
+        compared = {mode: Compared() for mode in MODES}
+        steps = {mode: Counter[str]() for mode in MODES}
         for number in range(count):
             batch = [self.prompt(generator, self.length(generator)) for _ in range(generator.choice((1, 2, 3, 8, 24)))]
             if number % 5 == 4:  # a second request whose beginning the first one writes in the same step
@@ -169,21 +207,16 @@ class Check:
             answers = {}
             for mode in ("stock", *MODES):  # stock twice: what two runs of the same differ by
                 self.switch(mode)
-                answers[mode if mode not in answers else "again"] = self.generate(batch, tokens, logprobs=5)
-            total += sum(len(answer.token_ids) for answer in answers["stock"])
+                before = self.steps()
+                name = mode if mode not in answers else "again"
+                answers[name] = self.generate(batch, tokens, logprobs=5)
+                steps[mode] += self.steps() - before
+                _check_answers(batch, answers[name], f"mode {mode}, batch {number}")
             for mode, name in (("stock", "again"), ("fused", "fused"), ("woven", "woven")):
-                difference, same, tie = _compare(answers["stock"], answers[name])
-                worst[mode], broken[mode] = max(worst[mode], difference), max(broken[mode], tie)
-                equal[mode] += same
-        self.result["layouts"] = {
-            mode: {
-                "largest_logprob_difference": round(worst[mode], 4),
-                "equal_tokens": round(equal[mode] / total, 4),
-                "largest_tie_broken": round(broken[mode], 4),
-            }
-            for mode in MODES
-        }
+                compared[mode] += _compare(answers["stock"], answers[name])
+        self.result["layouts"] = {mode: {**compared[mode].figures(), "steps": dict(steps[mode])} for mode in MODES}
         print("LAYOUTS", json.dumps(self.result["layouts"]), flush=True)
+        _check_steps(steps)
 
     def length(self, generator: random.Random) -> int:
         return generator.choice((1, 17, 100, 513, 640, 1024, 1500, 3000)) + generator.randrange(130)
@@ -221,29 +254,103 @@ class Check:
             began = time.perf_counter()
             answers = self.generate(prompts, output)
             seconds = time.perf_counter() - began
+            if short := [number for number, answer in enumerate(answers) if len(answer.token_ids) != output]:
+                raise NothingCompared(f"turn {turn}: requests {short} have not {output} tokens")
             print("REQUESTS", count, f"{seconds:.1f} s", json.dumps(self.state()), flush=True)
             self.result[f"requests_{turn}"] = {"count": len(answers), "seconds": round(seconds, 2), **self.state()}
 
     def state(self) -> dict[str, Any]:
         return self.llm.collective_rpc(_state)[0]
 
+    def steps(self) -> Counter[str]:
+        """Steps so far that the plugin ran, by mode."""
+        return Counter(self.state()["modes"])
 
-def _compare(stock: list[Any], other: list[Any]) -> tuple[float, int, float]:
-    """(largest difference of a log-probability of the first token, equal tokens before the first different one, by how much
-    stock's log-probability of its own token there was above the other's)."""
-    worst, same, tie = 0.0, 0, 0.0
+
+@dataclass(frozen=True)
+class Compared:
+    """Of requests in two runs; sums and largest values, see the head of this file.
+
+    Attributes:
+        difference: of log-probabilities. equal: tokens before each request's first different one. tokens: all. tie: broken.
+        parted: requests that have a different one. requests: all.
+    """
+
+    difference: float = 0.0
+    equal: int = 0
+    tokens: int = 0
+    tie: float = 0.0
+    parted: int = 0
+    requests: int = 0
+
+    def __add__(self, more: Compared) -> Compared:
+        return Compared(
+            max(self.difference, more.difference),
+            self.equal + more.equal,
+            self.tokens + more.tokens,
+            max(self.tie, more.tie),
+            self.parted + more.parted,
+            self.requests + more.requests,
+        )
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "largest_logprob_difference": round(self.difference, 4),
+            "equal_tokens": round(self.equal / self.tokens, 4),
+            "parted": round(self.parted / self.requests, 4),
+            "largest_tie_broken": round(self.tie, 4),
+        }
+
+
+def _compare(stock: list[Any], other: list[Any]) -> Compared:
+    """Two runs of the same requests."""
+    found = Compared()
     for a, b in zip(stock, other, strict=True):
-        first, second = a.logprobs[0], b.logprobs[0]
-        both = set(first) & set(second)
-        worst = max([worst, *(abs(first[token].logprob - second[token].logprob) for token in both)])
-        if not both:
-            worst = float("inf")
+        equal, tie = 0, 0.0
         for x, y, known in zip(a.token_ids, b.token_ids, a.logprobs, strict=True):
             if x != y:
-                tie = max(tie, known[x].logprob - known[y].logprob if y in known else math.inf)
+                tie = known[x].logprob - known[y].logprob if y in known else math.inf
                 break
-            same += 1
-    return worst, same, tie
+            equal += 1
+        tokens = len(a.token_ids)
+        found += Compared(_difference(a.logprobs[0], b.logprobs[0]), equal, tokens, tie, int(equal < tokens), 1)
+    return found
+
+
+def _difference(first: dict[int, Any], second: dict[int, Any]) -> float:
+    """The largest one of a token's log-probability, at least: a token that only one run names has at most the least of the other."""
+    if not set(first) & set(second):
+        return math.inf
+    worst = 0.0
+    for one, other in ((first, second), (second, first)):
+        least = min(named.logprob for named in other.values())
+        for token, named in one.items():
+            away = abs(named.logprob - other[token].logprob) if token in other else named.logprob - least
+            worst = max(worst, away)
+    return worst
+
+
+def _check_answers(prompts: list[list[int]], answers: list[Any], of: str) -> None:
+    """NothingCompared if a log-probability is not finite, or if those of two prompts are the same."""
+    seen: dict[frozenset[tuple[int, float]], int] = {}
+    for number, answer in enumerate(answers):
+        for position, named in enumerate(answer.logprobs):
+            wrong = {token: value.logprob for token, value in named.items() if not math.isfinite(value.logprob)}
+            if wrong:
+                raise NothingCompared(f"{of}, request {number}, token {position}: log-probabilities are {wrong}")
+        first = frozenset((token, value.logprob) for token, value in answer.logprobs[0].items())
+        same = seen.setdefault(first, number)
+        if prompts[same] != prompts[number]:
+            raise NothingCompared(f"{of}: requests {same} and {number} have the same log-probabilities")
+
+
+def _check_steps(steps: Mapping[str, Counter[str]]) -> None:
+    """NothingCompared unless stock ran as stock, and fused and woven steps ran where they were asked for."""
+    if steps["stock"]:
+        raise NothingCompared(f"mode stock ran steps of another: {dict(steps['stock'])}")
+    for mode in ("fused", "woven"):
+        if not steps[mode][mode]:
+            raise NothingCompared(f"mode {mode} ran no {mode} step, but {dict(steps[mode])} and stock's")
 
 
 def main() -> None:
@@ -258,6 +365,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layouts", type=int, default=20, help="random batches to compare")
+    parser.add_argument("--text", help="a file with a JSON list of tokens; prompts are pieces of it, not random tokens")
     parser.add_argument("--requests", type=int, default=0, help="requests of the endurance run")
     parser.add_argument("--output", type=int, default=16, help="tokens that each of them makes")
     parser.add_argument("--max-model-len", type=int, default=16400)
