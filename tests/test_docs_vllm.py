@@ -10,6 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 VLLM = "h200x2-vllm-llama-3.1-8b.json"
+SHARED = ("8b-4-layers", "smollm2")  # of h200-shared-vllm-check
 WITHOUT_GRAPH = {384: 512, 768: 1024, 896: 1024, 1280: 1536}  # of the sizes measured, and whose graph they ran in
 
 
@@ -216,3 +217,34 @@ def test_how_far_the_plugins_tokens_are_from_vllms_is_said():
         assert said.format(*(f"{100 * layouts[mode]['equal_tokens']:.0f}" for mode in modes)) in text
         far = [f"{layouts[mode]['largest_logprob_difference']:.2f}" for mode in modes]
         assert "differed by up to {}, {} and {}.".format(*far) in text
+
+
+def test_what_is_said_of_ranks_that_share_a_gpu():
+    text = _measured_in_vllm()
+    results = {
+        name: json.loads((RESULTS / f"h200-shared-vllm-check-{name}.json").read_text("utf-8")) for name in SHARED
+    }
+    modes = ("stock", "fused", "woven")
+    for name, equal, ties in (
+        (
+            "smollm2",
+            "{} % of the tokens were equal between two runs of stock, {} % between stock and fused and {} % between",
+            "preferred its own token by at most {:.2f}, {:.2f} and {:.2f}",
+        ),
+        ("8b-4-layers", "{} %, {} % and {} % were equal", "the ties at most {:.2f} in each"),
+    ):
+        layouts = results[name]["layouts"]
+        broken = [layouts[mode]["largest_tie_broken"] for mode in modes]
+        assert equal.format(*(f"{100 * layouts[mode]['equal_tokens']:.0f}" for mode in modes)) in text
+        assert ties.format(*broken) in text
+        assert max(broken) == broken[0], "no larger than stock's own"
+        assert results[name]["state"]["reasons"]["prefix_hazard"] == 1
+        assert results[name]["environment"]["sms"] == 66
+        assert "step_ms_at_start" not in results[name]
+    turns = [results["smollm2"][f"requests_{turn}"] for turn in range(2)]
+    # A step with a hazard is counted as fused, too.
+    steps = [sum(turn["modes"].values()) + sum(turn["reasons"].values()) - 1 for turn in turns]
+    assert {turn["count"] for turn in turns} == {500}
+    assert f"twice: {steps[1] - steps[0]:,} steps the second time, some {round(steps[1], -2):,} with all" in text
+    (allocated,) = {turn["allocated_gib"] for turn in turns}
+    assert f"and {allocated} GiB allocated after either" in text
