@@ -584,3 +584,25 @@ def test_what_is_said_of_hosts_norms_and_modes_alone():
     against = {512: 0.9, 1024: 0.95, 2048: 1.0, 4096: 1.03, 8192: 1.03, 16384: 1.03}
     assert all(shown[n][0] < aim for n, aim in over.items())
     assert all(round(shown[n][1], 2) < aim for n, aim in against.items())
+
+
+def test_what_woven_steps_lose_to_the_reference():
+    text = _words("docs", "gpu-execution.md")
+    held = {
+        (r["gemm"], r["blocks"], r["cluster"], r["target"]): r["us"]
+        for r in json.loads((RESULTS / "h200x2-sm-budget.json").read_text("utf-8"))["held"]
+        if r["rows"] == 2048 and r["library"] == "cublas" and not r["green"]
+    }
+    alone, beside = ([held[(name, *way)] for name in ("qkv", "gate_up")] for way in ((0, 1, None), (4, 2, 128)))
+    said = "take {:.1f} us in place of {:.1f} (qkv) and {:.0f} in place of {:.0f} (gate_up)"
+    assert said.format(beside[0], alone[0], beside[1], alone[1]) in text
+    assert f"Held SMs cost {2 * (sum(beside) - sum(alone)):.0f} us of a layer's" in text
+    busy = _rows("h200x2-latency-llama-3.1-8b-busy.json")
+    auto, bare = (busy[2048, mode]["profile"] for mode in ("auto", "no_comm"))
+    more = [auto["by_kind_ms"][kind] - bare["by_kind_ms"][kind] for kind in ("GEMM", "attention", "other")]
+    more += [auto["by_kind_ms"]["collective"] - auto["hidden_ms"], max(auto["waiting_ms"]), bare["by_kind_ms"]["norm"]]
+    said = (
+        "loses {:.1f} ms in GEMMs, {:.1f} in attention, {:.1f} in smaller kernels and {:.1f} in collectives beside which nothing "
+        "runs, {:.1f} of these waiting for the other rank, and saves {:.1f} ms of norms"
+    )
+    assert said.format(*more) in text
