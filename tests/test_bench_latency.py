@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
+from tokenweave.bench.energy import Change
 from tokenweave.bench.latency import sequential
 from tokenweave.bench.latency.bench import MODES, Config, LatencyBench
 from tokenweave.bench.latency.measure import comparable, final_rows
@@ -81,12 +82,28 @@ class _Recorder(record.Recorder):
         return [Span("gemm", 0.0, 10.0, 1), Span("twoshot_ring", 5.0, end, 2)]
 
 
-class FixedMonitor:
-    _joules = 0.0
+class _Watch(contextlib.nullcontext):
+    """Of 480 W, by a counter that changes every 100 ms; as often as it is told."""
 
-    def joules(self):
-        self._joules += 96.0
-        return self._joules
+    failure = None
+
+    def __init__(self, changes):
+        super().__init__()
+        self.changes = [Change(3.0 + 0.1 * i, 1e6 + 48.0 * i) for i in range(changes)]
+
+
+class FixedMonitor:
+    """The first window at each size's first mode is too short for the counter."""
+
+    def __init__(self):
+        self.windows = []
+
+    def energy(self):
+        self.windows.append(7 if len(self.windows) in (0, 6) else 11)
+        return _Watch(self.windows[-1])
+
+    def limit_w(self):
+        return 700.0
 
     def sample(self):
         pass
@@ -151,6 +168,7 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
     path = tmp_path / "out.json"
     (result, lines), (other, _) = run_ranks(2, _bench, path, sweep, 0.001)
     rows = result["rows"]
+    both = {(row["tokens"], row["mode"]): (row, its) for row, its in zip(rows, other["rows"], strict=True)}
     assert json.loads(path.read_text())["rows"] == json.loads(json.dumps(rows))
     assert [(row["tokens"], row["mode"]) for row in rows] == [(t, m) for t in (48, 130) for m in MODES]
     for row in rows:
@@ -160,8 +178,15 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
         assert row["host_ms"]["eager"] > 0
         assert row["host_ms_per_layer"]["eager"] == pytest.approx(row["host_ms"]["eager"] / result["config"]["layers"])
         assert row["power_w"] == 500
-        replays = 96 / row["sustained"]["joules"] * 2  # two GPUs
-        assert replays == pytest.approx(round(replays))
+        energy = row["sustained"]["energy"]
+        assert energy == {
+            "watts": pytest.approx([480] * 2),
+            "seconds": pytest.approx([1.0] * 2),
+            "changes": 11,
+            "refused": None,
+        }
+        times = [ranks_row["sustained"]["ms"] for ranks_row in both[row["tokens"], row["mode"]]]
+        assert row["sustained"]["joules"] == pytest.approx(480 * sum(times) / 1e3)
         assert row["joules_per_token"] == row["sustained"]["joules"] / row["tokens"]
         assert row["profile"]["waiting_ms"] == pytest.approx([0.005, 0])
         assert row["profile"]["busy_ms"] == pytest.approx(0.015)
@@ -203,6 +228,7 @@ def test_a_result_without_some_modes_still_becomes_a_table():
         "speedup": None,
         "variant": "planned",
         "no_comm_ratio": None,
+        "sustained": None,
     }
     result = {
         "rows": [row],

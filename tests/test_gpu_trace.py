@@ -60,7 +60,11 @@ def test_the_figures_of_the_latency_benchmark_add_up(tmp_path):
         assert profile["busy_ms"] <= profile["span_ms"]
         assert bool(profile["by_kind_ms"].get("collective")) == (mode != "no_comm")
         assert profile["hidden_ms"] < 0.05 * profile["span_ms"] or mode in ("woven", "auto")
+        energy = row["sustained"]["energy"]
+        assert (row["joules_per_token"] is None) == (energy["refused"] is not None), energy
         if row["joules_per_token"] is not None:
             watts = row["joules_per_token"] * 1024 / (row["sustained"]["ms"] / 1e3)
-            assert 2 * 60 < watts < 2 * 1.1 * result["environment"]["power_limit_w"], "of both GPUs, over the replays"
+            assert 2 * 60 < watts < 2 * 1.06 * result["environment"]["power_limit_w"], "of both GPUs, over the replays"
+            assert energy["changes"] >= 10
+            assert min(energy["seconds"]) > 0.1
     assert (tmp_path / "out.svg").exists()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tokenweave.bench.energy import EnergyWatch
 from tokenweave.doctor.machine import examine, nvidia_smi, version_of
 
 
@@ -113,12 +114,26 @@ class Monitor:
         except self._nvml.NVMLError:  # not every GPU says
             return 0
 
-    def joules(self) -> float | None:
-        """That the GPU has taken since its driver was loaded, by its own counter; None where it can't be read."""
+    def energy(self) -> EnergyWatch | None:
+        """A watch of what the GPU takes, to be entered while it is busy; None where it has no counter that can be read."""
         if self._nvml is None:
             return None
         try:
-            return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+            self._joules()
+        except self._nvml.NVMLError:
+            return None
+        return EnergyWatch(self._joules)
+
+    def _joules(self) -> float:
+        """Since the driver was loaded."""
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+
+    def limit_w(self) -> float | None:
+        """The power limit that the GPU keeps to; None where it can't be read."""
+        if self._nvml is None:
+            return None
+        try:
+            return self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1e3
         except self._nvml.NVMLError:
             return None
 

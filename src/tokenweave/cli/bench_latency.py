@@ -53,8 +53,9 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument(
         "--sustain",
         type=float,
-        default=1.0,
-        help="seconds a mode back to back, for power and energy (default 1; 0: none)",
+        default=1.6,
+        help="seconds a mode back to back, for power and energy (default %(default)s, more where the GPUs' energy counters "
+        "need it; 0: none)",
     )
     parser.add_argument("--no-profile", action="store_true", help="nothing of busy time, overlap and waiting for ranks")
     parser.add_argument("--seed", type=int, default=0, help="of weights, tokens and the order of the modes")

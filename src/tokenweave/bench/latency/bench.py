@@ -49,7 +49,8 @@ class Config:
         layers: that the model has; 0: those that are measured.
         rounds: of paired samples, at least 20. seed: of token ids and of the order of modes.
         sweep: try cuts, thread blocks, clusters and SM budgets for fused and woven, instead of the planner's alone.
-        sustain: seconds of back-to-back replays a mode, for power and energy; 0 for none.
+        sustain: seconds of back-to-back replays a mode, for power and energy; more where a GPU's energy counter changes so
+            seldom that they are too few; 0 for none.
         baselines: some of :data:`tokenweave.bench.latency.sequential.BASELINES`, for the sequential step.
         profile: run every mode once more under torch.profiler, when all times are taken.
         json: written after every size; None for nowhere.
@@ -62,7 +63,7 @@ class Config:
     rounds: int = 20
     seed: int = 0
     sweep: bool = False
-    sustain: float = 1.0
+    sustain: float = 1.6
     profile: bool = True
     baselines: tuple[str, ...] = BASELINES
     json: Path | None = None
@@ -99,6 +100,7 @@ class LatencyBench:
         self._sequential = SequentialSteps(self._steps, model, most, group, device, config.baselines, say)
         self._comparable = comparable(model)
         self._replays = 1  # of a sample
+        self._energy_refused = False  # once is enough to be told
         self._chosen: dict[int, dict[str, Variant]] = {}  # tokens -> mode -> its fastest variant
         self._result: dict[str, Any] = {
             "environment": environment,
@@ -271,7 +273,13 @@ class LatencyBench:
     def _sustained(self, graph: torch.cuda.CUDAGraph, samples: Sequence[float]) -> dict[str, Any] | None:
         if self._config.sustain <= 0:
             return None
-        return sustained(graph, sorted(samples)[len(samples) // 2], self._config.sustain, self._group, self._monitor)
+        us = sorted(samples)[len(samples) // 2]
+        found = sustained(graph, us, self._config.sustain, self._group, self._monitor)
+        why = found["energy"]["refused"]
+        if why is not None and not self._energy_refused:
+            self._energy_refused = True
+            self._say(f"no energy a token, of this step and of others that are alike: {why}")
+        return found
 
     def _write(self) -> None:
         if self._config.json is not None and self._workspace.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tokenweave.bench.energy import LEAST_CHANGES, RankPower, rank_power, refused
 from tokenweave.bench.environment import Monitor
 from tokenweave.bench.steps import BOUNDS, Variant
 from tokenweave.bench.timing import host_seconds
@@ -17,6 +19,7 @@ from tokenweave.models import Model
 from tokenweave.models.mixtral import MixtureMLP
 
 _HOST_SAMPLES = 5
+_LONGEST_SECONDS = 4.0  # of a window: a counter that changes less often than ten times in it is not waited for
 # Of final rows against sequential's, in the Euclidean norm: bf16 with sums in another order drifts by some percent over
 # many layers of random weights; rows of a broken step are unrelated, 1 or more away.
 _TOLERANCE = 0.25
@@ -67,31 +70,55 @@ def sustained(
 ) -> dict[str, Any]:
     """Time, power, clocks and energy of back-to-back replays, after a first quarter that warms the GPU up.
 
+    Where that is too short for enough changes of every GPU's energy counter, it is done once more, for longer.
+
     Args:
         us: about what a replay takes. seconds: of replays, the first quarter included.
 
     Returns:
-        ``ms`` of a replay; ``joules`` of one, of all ranks' GPUs together, by their own counters (None where one has no
-        counter that can be read); and the monitor's samples.
+        ``ms`` of a replay; ``joules`` of one, of all ranks' GPUs together, each its average power by its own counter times
+        its ms; ``energy``: by rank the ``watts`` and the ``seconds`` that they are of, the fewest ``changes`` of a counter,
+        and ``refused``: None, or why joules are None (:func:`tokenweave.bench.energy.refused`); and the monitor's samples.
     """
     replays = max(8, math.ceil(0.75 * seconds * 1e6 / us))
+    longest = max(replays, math.ceil(_LONGEST_SECONDS * 1e6 / us))
     _replayed(graph, max(2, replays // 3), lambda: None)
+    while True:
+        ms, ranks, samples = _window(graph, replays, group, monitor)
+        fewest = min(one.changes for _, one in ranks)
+        if fewest >= LEAST_CHANGES or replays >= longest or any(one.failure for _, one in ranks):
+            break
+        replays = min(longest, math.ceil(1.25 * replays * LEAST_CHANGES / fewest)) if fewest > 1 else longest
+    powers = [one for _, one in ranks]
+    why = refused(powers)
+    joules = None if why else sum(one.watts * its_ms / 1e3 for its_ms, one in ranks if one.watts is not None)
+    energy = {
+        "watts": [one.watts for one in powers],
+        "seconds": [one.seconds for one in powers],
+        "changes": fewest,
+        "refused": why,
+    }
+    return {"ms": ms, "joules": joules, "energy": energy, **samples}
+
+
+def _window(
+    graph: torch.cuda.CUDAGraph, replays: int, group: dist.ProcessGroup, monitor: Monitor
+) -> tuple[float, list[tuple[float, RankPower]], dict[str, Any]]:
+    """ms of a replay; by rank its ms and its power, the same on all ranks; and the monitor's samples."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     dist.barrier(group)
     torch.cuda.synchronize()
     monitor.take()
-    before = monitor.joules()
-    start.record()
-    _replayed(graph, replays, monitor.sample)
-    end.record()
-    torch.cuda.synchronize()
-    after = monitor.joules()
-    mine = None if before is None or after is None else (after - before) / replays
-    every: list[float | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, mine, group=group)
-    known = [joules for joules in every if joules is not None]
-    total = sum(known) if len(known) == len(every) else None
-    return {"ms": start.elapsed_time(end) / replays, "joules": total, **monitor.take()}
+    watch = monitor.energy()
+    with watch or contextlib.nullcontext():
+        start.record()
+        _replayed(graph, replays, monitor.sample)
+        end.record()
+        torch.cuda.synchronize()
+    ms = start.elapsed_time(end) / replays
+    ranks: list[tuple[float, RankPower]] = [(0.0, RankPower(0, 0.0, None, None))] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, (ms, rank_power(watch, monitor.limit_w())), group=group)
+    return ms, ranks, monitor.take()
 
 
 def _replayed(graph: torch.cuda.CUDAGraph, replays: int, sample: Callable[[], None]) -> None:

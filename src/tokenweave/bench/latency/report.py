@@ -180,6 +180,13 @@ def text(result: dict[str, Any]) -> str:
                 for name, share in row["shares"].items()
             )
             lines.append(f"{row['tokens']:>6} of the sequential step: {shares}")
+    refused = [row for row in result["rows"] if row["sustained"] and row["sustained"]["energy"]["refused"]]
+    if refused:
+        first = refused[0]
+        lines.append(
+            f"no energy a token in {len(refused)} of {len(result['rows'])} rows; first at {first['tokens']} tokens, "
+            f"{first['mode']}: {first['sustained']['energy']['refused']}"
+        )
     lines += [f"WRONG: {wrong}" for wrong in result["wrong"]]
     return "\n".join(line for line in lines if line)
 
