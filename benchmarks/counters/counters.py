@@ -27,8 +27,10 @@ import torch
 from tokenweave.bench.environment import describe
 from tokenweave.bench.kernel import alone
 from tokenweave.collective.call import Call, Launch
+from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.rows import owned_rows
+from tokenweave.collective.workspace import Workspace
 from tokenweave.stages import Epilogue
 
 HIDDEN, RANKS = 4096, 2
@@ -84,12 +86,14 @@ LINK_METRICS = {  # in a pass of their own, because not every machine lets its g
 
 @dataclass(frozen=True)
 class Case:
-    """One launch. ``kind``: ``"sharded"``, ``"replicated"`` or ``"norm"`` (add_rmsnorm of all rows)."""
+    """One launch. ``kind``: ``"sharded"``, ``"replicated"`` or ``"norm"`` (add_rmsnorm of all rows). ``fp8``: e4m3 results,
+    ``"static"`` with one scale for all or ``"rows"`` with one a row."""
 
     kind: str
     tokens: int
     ctas: int | None = None
     peer: str = "same GPU"
+    fp8: str | None = None
 
     def least(self) -> dict[str, int]:
         """Bytes of this kernel if each partial sum, residual and result passes once: of this GPU's HBM, and over NVLink."""
@@ -100,6 +104,10 @@ class Case:
         elif self.kind == "sharded":  # a row of every rank and the residual; the residual and a row to every rank
             read, written = own * (RANKS + 1), own * (RANKS + 1)
             sent = received = own * (RANKS - 1) * remote
+            if (
+                self.fp8 is not None
+            ):  # of the rows that are written, all but the residual are of bytes; scales count for nothing
+                written, sent = own * (RANKS + 2) // 2, sent // 2
         else:  # own sums, the residual and what arrived; the residual, the result and what is pushed
             read, written = self.tokens * (RANKS + 1), self.tokens * (RANKS + 1)
             sent, received = self.tokens * (RANKS - 1) * remote, 0
@@ -112,6 +120,7 @@ def cases(gpus: int) -> list[Case]:
     norms = [Case("norm", tokens) for tokens in (1024, 4096, 16384, 65536)]
     fused = [Case("sharded", tokens, ctas) for tokens in (1024, 4096, 16384) for ctas in (4, 8, 16, 64)]
     fused += [Case("sharded", 65536, ctas) for ctas in (8, 64)]
+    fused += [Case("sharded", 16384, ctas, fp8=kind) for ctas in (4, 8, 64) for kind in ("static", "rows")]
     fused += [Case("replicated", tokens) for tokens in (64, 512)]
     if gpus > 1:
         fused += [Case("sharded", 16384, ctas, "other GPU") for ctas in (4, 8, 16, 64)]
@@ -170,7 +179,8 @@ def launch_all(planned: list[Case]) -> None:
         if case.peer not in ranks:
             devices = [home, home if case.peer == "same GPU" else torch.device("cuda", 1)]
             ranks.clear()
-            ranks[case.peer] = alone.open_ranks(devices, max_tokens=most, hidden=HIDDEN, dtype=torch.bfloat16)
+            options = {"max_tokens": most, "hidden": HIDDEN, "dtype": torch.bfloat16, "fp8_regions": 1}
+            ranks[case.peer] = alone.open_ranks(devices, **options)
             for workspace in ranks[case.peer].workspaces:
                 workspace.buffer(most).normal_()
         calls = []
@@ -178,8 +188,16 @@ def launch_all(planned: list[Case]) -> None:
             mine = residual[: case.tokens].to(workspace.device)
             there = Epilogue(weight.to(workspace.device), 1e-5)
             launch = Launch(ctas=case.ctas, layout="replicated" if case.kind == "replicated" else "sharded")
-            calls.append(Call(workspace.buffer(case.tokens), mine, there, workspace, launch))
+            quantised = None if case.fp8 is None else _quantised(case, workspace)
+            calls.append(Call(workspace.buffer(case.tokens), mine, there, workspace, launch, fp8=quantised))
         alone.run(calls, only=0)
+
+
+def _quantised(case: Case, workspace: Workspace) -> Fp8:
+    rows = workspace.fp8(case.tokens)
+    if case.fp8 == "static":
+        return Fp8(rows, None, torch.full((1,), 0.03, device=workspace.device))
+    return Fp8(rows, workspace.scales(case.tokens), None)
 
 
 def available_metrics(ncu: str) -> set[str] | None:
@@ -218,7 +236,7 @@ def _row(case: Case, values: dict[str, str]) -> dict[str, object]:
     """Measured and least bytes, and shares of what the SMs in use could do."""
     numbers = {name: _number(values.get(metric)) for name, metric in METRICS.items()}
     row: dict[str, object] = {"tokens": case.tokens, "hidden": HIDDEN, "ranks": RANKS, "dtype": "bfloat16"}
-    row |= {"impl": values["Kernel Name"], "ctas": case.ctas, "peer": case.peer, **case.least()}
+    row |= {"impl": values["Kernel Name"], "ctas": case.ctas, "peer": case.peer, "fp8": case.fp8, **case.least()}
     stalls = {
         name.removeprefix("stalled_"): numbers.pop(name) or 0.0 for name in list(numbers) if name.startswith("stalled_")
     }
@@ -252,7 +270,8 @@ def _line(row: dict[str, object]) -> str:
         )
 
     parts = [
-        f"{row['impl']!s:17s} {row['ctas'] or '-'!s:>4} CTAs {row['tokens']:6} tokens, {row['peer']}: {row.get('us')} us"
+        f"{row['impl']!s:17s} {row['ctas'] or '-'!s:>4} CTAs {row['tokens']:6} tokens, {row['peer']}, "
+        f"{'bf16' if row['fp8'] is None else 'fp8 ' + str(row['fp8'])} results: {row.get('us')} us"
     ]
     parts += [of("hbm_read", "read_least"), of("hbm_written", "written_least"), of("nvlink_received", "received_least")]
     parts += [of("nvlink_sent", "sent_least")]
