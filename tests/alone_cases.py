@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import fp8_cases
+import rounding_cases
 from collective_cases import EPS, POISON, Case, Data, bits, call, check, make, on, open_workspace
 from kernel_edits import EACH_READER_FREES, MISTAKES, Mistake, compiled_from
 from tokenweave.bench.kernel import alone
@@ -46,14 +47,13 @@ class Alone:
     Attributes:
         fp8: ``"static"``, ``"row"`` for a scale a row, or None. both: the rows unquantised as well.
         real: the row count in device memory, or None for none.
-        fine: vectors in float32.
+        fine: vectors in float32, whose every bit counts (:mod:`rounding_cases`).
         kernel: the one that has to run, as a check of this list.
     """
 
     case: Case
     kernel: str
     ranks: int = 2
-    cluster: int | None = None
     transport: str = "p2p"
     fp8: str | None = None
     both: bool = False
@@ -67,7 +67,7 @@ def small() -> list[Alone]:
     ring, plain, once = "twoshot_ring", "twoshot_registers", "oneshot"
     return [
         Alone(Case(71, 4096, ctas=2), ring),
-        Alone(Case(70, 2880, fp16, post_norm=True, ctas=2), ring, cluster=2),
+        Alone(Case(70, 2880, fp16, post_norm=True, ctas=2, cluster=2), ring),
         Alone(Case(71, 4096, bias=True, weight_offset=1.0, ctas=1), ring, fine=True),
         Alone(Case(64, 4096, rows=tuple(range(1, 64, 2)), use_out=True, ctas=1), ring),
         Alone(Case(90, 4096, ctas=1), ring, real=67),
@@ -91,14 +91,33 @@ def small() -> list[Alone]:
     ]
 
 
+def fine() -> list[Alone]:
+    """Every kernel with vectors in float32, beside the one of :func:`small`."""
+    fp16, plain, once = torch.float16, "twoshot_registers", "oneshot"
+    every = {"post_norm": True, "bias": True, "weight_offset": 1.0}
+    cases = [
+        Alone(Case(71, 2880, fp16, ctas=1, **every), "twoshot_ring"),
+        Alone(Case(33, 4096), plain),
+        Alone(Case(33, 2880, fp16, **every), plain),
+        Alone(Case(33, 4096, replicated=True), once),
+        Alone(Case(9, 2880, fp16, replicated=True, **every), once),
+        Alone(Case(17, 7168, replicated=True, bias=True), once, ranks=4),
+        Alone(Case(33, 4096, bias=True), "twoshot_multimem", transport="multimem-emulated"),
+        Alone(Case(33, 2880, fp16, **every), "twoshot_multimem", transport="multimem-emulated"),
+        Alone(Case(33, 4096, bias=True), "add_rmsnorm"),
+        Alone(Case(33, 2880, fp16, **every), "add_rmsnorm"),
+    ]
+    return [dataclasses.replace(what, fine=True) for what in cases]
+
+
 def run(what: Alone, seed: int, rounds: int = 2) -> None:
     """Some rounds of one case with fresh inputs, each checked on all ranks."""
     if what.kernel == "add_rmsnorm":
-        _norm(what.case, seed)
+        _norm(what, seed)
         return
-    case, ranks = what.case, open_ranks(what, torch.device("cuda", torch.cuda.current_device()))
+    ranks = open_ranks(what, torch.device("cuda", torch.cuda.current_device()))
     for number in range(rounds):
-        data = make(case, what.ranks, seed + number)
+        data = make_inputs(what, seed + number)
         calls = [_call(what, data, workspace) for workspace in ranks.workspaces]
         kernels = [kernel_of(call) for call in calls]
         assert {kernel.name for kernel in kernels} == {what.kernel}, f"{what} runs {kernels[0].name}"
@@ -113,6 +132,11 @@ def run(what: Alone, seed: int, rounds: int = 2) -> None:
         _expect_untouched(gap)
     for workspace in ranks.workspaces:
         workspace.close()
+
+
+def make_inputs(what: Alone, seed: int) -> Data:
+    """Fresh ones of all ranks."""
+    return (rounding_cases.make if what.fine else make)(what.case, what.ranks, seed)
 
 
 def open_ranks(what: Alone, device: torch.device) -> alone.Ranks:
@@ -155,8 +179,7 @@ def _call(what: Alone, data: Data, workspace: Workspace) -> Call:
     mine = range(real) if case.replicated else owned_rows(real, workspace.rank, workspace.world_size)
     if case.has_residual:
         residual[mine.start : mine.stop] = data.residual[mine.start : mine.stop]
-    vectors = [None if v is None else v.float() if what.fine else v for v in (data.weight, data.post_norm, data.bias)]
-    weight, post_norm, bias = (None if v is None else v.to(device) for v in vectors)
+    weight, post_norm, bias = (None if v is None else v.to(device) for v in (data.weight, data.post_norm, data.bias))
     assert weight is not None
     n = case.tokens if case.rows is None else len(case.rows)
     fp8 = out = None
@@ -171,7 +194,7 @@ def _call(what: Alone, data: Data, workspace: Workspace) -> Call:
         residual.to(device),
         Epilogue(weight, EPS, case.has_residual, post_norm, case.weight_offset, bias),
         workspace,
-        Launch(ctas=case.ctas, cluster=what.cluster, layout="replicated" if case.replicated else "sharded"),
+        Launch(ctas=case.ctas, cluster=case.cluster, layout="replicated" if case.replicated else "sharded"),
         rows=None if case.rows is None else torch.tensor(case.rows).to(device),
         row_count=None if what.real is None else torch.tensor([what.real], dtype=torch.int32).to(device),
         out=out,
@@ -189,22 +212,27 @@ def _check(what: Alone, data: Data, call: Call, result: torch.Tensor, seed: int)
         assert torch.equal(call.partial.cpu(), data.partials[workspace.rank]), "partial is only read"
         return
     residual, result = call.residual.cpu(), result.cpu()
+    if what.fine:
+        rounding_cases.check(case, data, residual, result, workspace)
     if what.real is None:
         check(case, data, residual, result, workspace, rounded_sum=rounded)
         return
     first = dataclasses.replace(case, tokens=what.real)
     some = dataclasses.replace(data, partials=data.partials[:, : what.real], residual=data.residual[: what.real])
     check(first, some, residual[: what.real], result[: what.real], workspace, rounded_sum=rounded)
-    assert (residual[what.real :] == POISON).all(), "a row behind the real ones was written"
+    assert residual[what.real :].isnan().all(), "a row behind the real ones was written"
     assert torch.equal(result[what.real :], data.partials[workspace.rank, what.real :])
 
 
-def _norm(case: Case, seed: int) -> None:
-    data = make(case, 1, seed)
+def _norm(what: Alone, seed: int) -> None:
+    case, place = what.case, SimpleNamespace(rank=0, world_size=1)
+    data = make_inputs(dataclasses.replace(what, ranks=1), seed)
     x, residual, gpu = data.partials[0].to("cuda"), data.residual.to("cuda"), on(data, torch.device("cuda"))
     rows = add_rmsnorm(x, residual, Epilogue(gpu.weight, EPS, True, gpu.post_norm, case.weight_offset, gpu.bias))
     torch.cuda.synchronize()
-    check(case, data, residual, rows, SimpleNamespace(rank=0, world_size=1), sequential=True)
+    if what.fine:
+        rounding_cases.check(case, data, residual, rows, place)
+    check(case, data, residual, rows, place, sequential=True)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

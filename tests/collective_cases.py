@@ -14,12 +14,12 @@ from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_
 from tokenweave.collective.rows import owned_rows
 
 EPS = 1e-5
-POISON = -777.0  # in what a collective must overwrite, or must leave alone
+POISON = float("nan")  # in what a collective must overwrite, must not read, or must leave alone
 
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of one call. ``rows``: None for all, else the sampled rows. ``ctas``: of GPU kernels."""
+    """Arguments of one call. ``rows``: None for all, else the sampled rows. ``ctas``, ``cluster``: of GPU kernels."""
 
     tokens: int
     hidden: int
@@ -32,6 +32,7 @@ class Case:
     rows: tuple[int, ...] | None = None
     use_out: bool = False
     ctas: int | None = None
+    cluster: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ def call(case: Case, data: Data, workspace: Workspace, start: int = 0) -> tuple[
         rows=rows,
         out=out,
         ctas=case.ctas,
+        cluster=case.cluster,
         has_residual=case.has_residual,
         layout="replicated" if case.replicated else "sharded",
         post_norm=data.post_norm,
@@ -177,7 +179,9 @@ def check(
     if not case.replicated:
         untouched[[row for row in range(case.tokens) if row not in mine]] = POISON
     others = [row for row in range(case.tokens) if row not in updated]
-    assert torch.equal(residual[others], untouched[others]), "a row of the residual that is not this rank's was written"
+    assert torch.equal(bits(residual[others]), bits(untouched[others])), (
+        "a row of the residual that is not this rank's was written"
+    )
 
 
 def open_workspace(case: Case, group: dist.ProcessGroup | None = None, **options: Any) -> Workspace:

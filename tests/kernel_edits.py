@@ -27,6 +27,15 @@ EACH_READER_FREES: tuple[Edit, ...] = (
 """A stage of the ring is freed by an arrival of every thread that read it, where the shipped kernel has one thread arrive for
 all, behind their barrier. Nothing else differs."""
 
+ROUNDED_VECTORS: tuple[Edit, ...] = (
+    (
+        "row.cuh",
+        "f[k * 4 + j] = __uint_as_float(q.w[j]);",
+        "f[k * 4 + j] = __uint_as_float((q.w[j] + 0x7fff + (q.w[j] >> 16 & 1)) & 0xffff0000u);",
+    ),
+)
+"""Weights, post-norms and biases in float32 are rounded to bf16 as they are read."""
+
 
 @dataclass(frozen=True)
 class Mistake:

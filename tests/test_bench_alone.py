@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alone_cases import Alone, _call, _expect_untouched, kernel_of, open_ranks, small
+from alone_cases import Alone, _call, _expect_untouched, fine, kernel_of, make_inputs, open_ranks, small
 from collective_cases import Case, make
 from tokenweave.bench.kernel import alone
 from tokenweave.collective import cuda_backend
@@ -73,13 +73,13 @@ def model(monkeypatch):
 
 @pytest.mark.parametrize(
     "what",
-    [what for what in small() if what.kernel != "add_rmsnorm"],
+    [what for what in (*small(), *fine()) if what.kernel != "add_rmsnorm"],
     ids=lambda what: f"{what.kernel}-{what.case.tokens}x{what.case.hidden}",
 )
 def test_no_kernel_would_wait(what):
     ranks = open_ranks(what, torch.device("cpu"))
     for number in range(4):  # the three inboxes, and the first again
-        data = make(what.case, what.ranks, number)
+        data = make_inputs(what, number)
         calls = [_call(what, data, workspace) for workspace in ranks.workspaces]
         assert {kernel_of(call).name for call in calls} == {what.kernel}
         alone.run(calls)

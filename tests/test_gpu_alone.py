@@ -11,15 +11,40 @@ from __future__ import annotations
 import pytest
 import torch
 
-from alone_cases import Alone, run, small
+from alone_cases import Alone, fine, run, small
 from collective_cases import Case, fresh_seed
+from kernel_edits import ROUNDED_VECTORS, compiled_from
+from tokenweave.cuda import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("what", small(), ids=lambda what: f"{what.kernel}-{what.case.tokens}x{what.case.hidden}")
+def _name(what: Alone) -> str:
+    return f"{what.kernel}-{what.case.tokens}x{what.case.hidden}"
+
+
+@pytest.mark.parametrize("what", small(), ids=_name)
 def test_options(what):
     run(what, fresh_seed(), rounds=4)
+
+
+@pytest.mark.parametrize("what", fine(), ids=_name)
+def test_float32_vectors_are_not_rounded(what):
+    run(what, fresh_seed())
+
+
+@pytest.fixture
+def rounded_vectors():
+    launch.loaded.cache_clear()
+    with compiled_from(*ROUNDED_VECTORS):
+        yield
+    launch.loaded.cache_clear()
+
+
+@pytest.mark.parametrize("what", [what for what in (*small(), *fine()) if what.fine], ids=_name)
+def test_rounded_float32_vectors_are_noticed(rounded_vectors, what):
+    with pytest.raises(AssertionError, match=r"of the elements are off by more than one rounding"):
+        run(what, fresh_seed())
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from kernel_edits import EACH_READER_FREES, MISTAKES, compiled_from
+from kernel_edits import EACH_READER_FREES, MISTAKES, ROUNDED_VECTORS, compiled_from
 from tokenweave.collective.instantiations import MAIN_OPTIONS, option_names
-from tokenweave.collective.kernels import FP8, POST_NORM, ROW_SCALES, UNQUANTISED, register_kernel, ring_kernel
+from tokenweave.collective.kernels import (
+    BIAS,
+    FP8,
+    POST_NORM,
+    ROW_SCALES,
+    UNQUANTISED,
+    WEIGHT_FP32,
+    multimem_kernel,
+    oneshot_kernel,
+    register_kernel,
+    ring_kernel,
+)
+from tokenweave.collective.norm import norm_kernel
 from tokenweave.cuda.compile import compile_kernel
 
 MAKERS = {"twoshot_ring": ring_kernel, "twoshot_registers": register_kernel}
@@ -41,6 +53,26 @@ def test_mistakes_compile(name):
         edited = compile_kernel(kernel, "sm_90a")
     assert edited.cubin != shipped.cubin
     assert edited.spill_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *(
+            make(2, 0, hidden, dtype, MAIN_OPTIONS | WEIGHT_FP32 | options)
+            for make in (ring_kernel, register_kernel, multimem_kernel, oneshot_kernel)
+            for hidden, dtype, options in ((4096, "bfloat16", 0), (2880, "float16", BIAS | POST_NORM))
+        ),
+        norm_kernel(4096, "bfloat16", MAIN_OPTIONS | WEIGHT_FP32),
+    ],
+    ids=lambda kernel: f"{kernel.name}-{kernel.dtype}-{option_names(kernel.options)}",
+)
+def test_vectors_can_be_rounded_in_every_kernel(kernel):
+    shipped = compile_kernel(kernel, "sm_90a")
+    with compiled_from(*ROUNDED_VECTORS):
+        edited = compile_kernel(kernel, "sm_90a")
+    assert edited.cubin != shipped.cubin
+    assert edited.spill_bytes == shipped.spill_bytes
 
 
 def test_edits_that_do_not_apply_are_told():
