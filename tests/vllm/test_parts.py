@@ -324,6 +324,10 @@ def test_reasons_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> 
     assert steps.line() == (
         "steps by mode: woven 2 steps / 2024 tokens (1 as graphs); as stock, by reason: cache_groups 3, whole_graph 1"
     )
+    with caplog.at_level(logging.INFO, logger="vllm.tokenweave"):
+        steps.count(Reason.PREFIX_HAZARD)
+    assert "a step is not woven (prefix_hazard)" in caplog.text  # but fused, or stock for another reason
+    assert steps.line().endswith("cache_groups 3, whole_graph 1; not woven: prefix_hazard 1")
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -83,16 +83,17 @@ class Steps:
             return
         self._said.add(reason)
         level = logging.WARNING if warn else logging.DEBUG if reason in QUIET else logging.INFO
-        log.log(level, "TokenWeave: stock vLLM runs (%s): %s%s", reason, reason.value, f": {detail}" if detail else "")
+        what = "a step is not woven" if reason is Reason.PREFIX_HAZARD else "stock vLLM runs"
+        log.log(level, "TokenWeave: %s (%s): %s%s", what, reason, reason.value, f": {detail}" if detail else "")
 
     def line(self) -> str:
         """All counters, for a log."""
         ran = ", ".join(f"{mode} {self.modes[mode]} steps / {self.rows[mode]} tokens" for mode in self.modes) or "none"
-        stock = (
-            ", ".join(f"{reason} {count}" for reason, count in sorted((str(r), n) for r, n in self.reasons.items()))
-            or "none"
-        )
-        return f"steps by mode: {ran} ({self.graphs} as graphs); as stock, by reason: {stock}"
+        counts = sorted((str(r), n) for r, n in self.reasons.items() if r is not Reason.PREFIX_HAZARD)
+        stock = ", ".join(f"{reason} {count}" for reason, count in counts) or "none"
+        uncut = self.reasons[Reason.PREFIX_HAZARD]
+        also = f"; not woven: {Reason.PREFIX_HAZARD} {uncut}" if uncut else ""
+        return f"steps by mode: {ran} ({self.graphs} as graphs); as stock, by reason: {stock}{also}"
 
     def _maybe_write(self) -> None:
         now = time.monotonic()
