@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from tokenweave.bench.energy import Change
-from tokenweave.bench.latency import sequential
+from tokenweave.bench.latency import bench, sequential
 from tokenweave.bench.latency.bench import MODES, Config, LatencyBench
+from tokenweave.bench.latency.finals import SINGLE, decided, finalists
 from tokenweave.bench.latency.measure import comparable, final_rows
 from tokenweave.bench.latency.plots import plot_latency
-from tokenweave.bench.latency.report import finish, plan_json, plan_of, text
+from tokenweave.bench.latency.report import Measured, finish, plan_json, plan_of, rows_of, text
 from tokenweave.bench.steps import Variant
 from tokenweave.bench.trace import record
 from tokenweave.bench.trace.events import Span
@@ -117,7 +118,7 @@ class FixedMonitor:
         }
 
 
-def _bench(path, sweep, sustain):
+def _bench(path, sweep, sustain, tokens):
     """On each rank: the benchmark with the CUDA calls of its host side taken out."""
     replaced = {
         torch.cuda: {
@@ -132,16 +133,16 @@ def _bench(path, sweep, sustain):
     with contextlib.ExitStack() as stack:
         for module, names in replaced.items():
             stack.enter_context(mock.patch.multiple(module, **names))
-        return _measured(path, sweep, sustain)
+        return _measured(path, sweep, sustain, tokens)
 
 
-def _measured(path, sweep, sustain):
+def _measured(path, sweep, sustain, tokens):
     group, device = dist.group.WORLD, torch.device("cpu")
     rank, world = dist.get_rank(), dist.get_world_size()
     model = dummy_model(TINY, rank=rank, world_size=world, group=group, dtype=torch.float32, layers=2)
-    config = Config("tiny", (48, 130), MODES, layers=TINY.layers, sweep=sweep, sustain=sustain, json=path)
+    config = Config("tiny", tokens, MODES, layers=TINY.layers, sweep=sweep, sustain=sustain, json=path)
     lines = []
-    bench = LatencyBench(
+    measures = LatencyBench(
         config,
         model,
         lambda transport: Planner(model.config, "h200", world, "p2p", mode="auto"),
@@ -160,17 +161,17 @@ def _measured(path, sweep, sustain):
         },
         lines.append,
     )
-    return bench.run(), lines
+    return measures.run(), lines
 
 
-@pytest.mark.parametrize("sweep", [False, True], ids=["planned", "swept"])
-def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
+@pytest.mark.parametrize(("sweep", "tokens"), [(False, (48, 130)), (True, (130,))], ids=["planned", "swept"])
+def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tokens, tmp_path):
     path = tmp_path / "out.json"
-    (result, lines), (other, _) = run_ranks(2, _bench, path, sweep, 0.001)
+    (result, lines), (other, _) = run_ranks(2, _bench, path, sweep, 0.001, tokens)
     rows = result["rows"]
     both = {(row["tokens"], row["mode"]): (row, its) for row, its in zip(rows, other["rows"], strict=True)}
     assert json.loads(path.read_text())["rows"] == json.loads(json.dumps(rows))
-    assert [(row["tokens"], row["mode"]) for row in rows] == [(t, m) for t in (48, 130) for m in MODES]
+    assert [(row["tokens"], row["mode"]) for row in rows] == [(t, m) for t in tokens for m in MODES]
     for row in rows:
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert row["ms_per_layer"] == row["ms"] / 2
@@ -203,19 +204,123 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tmp_path):
     woven = [row for row in rows if row["mode"] == "woven"]
     assert all(0 < row["plan"]["split"] < row["tokens"] for row in woven)
     assert [row["ms"] for row in rows] == [row["ms"] for row in other["rows"]], "ranks report the slowest of them"
+    _check_finalists(result)
     assert bool(result["sweep"]) == sweep
     assert result["wrong"] == []
-    assert all(entry["tokens"] in (48, 130) for entry in result["sweep"])
-    assert len(result["readme"]["rows"]) == 2
+    assert all(entry["tokens"] in tokens for entry in result["sweep"])
+    assert len(result["readme"]["rows"]) == len(tokens)
     assert all(len(line) == len(result["readme"]["columns"]) for line in result["readme"]["rows"])
     plot_latency(result, tmp_path / "out.svg")
     assert "no_comm / it" in (tmp_path / "out.svg").read_text() or (tmp_path / "out.svg").stat().st_size > 10000
     report = text(result)
     assert "of the sequential step: communication" in report
+    assert "best single mode / auto" in report
+    assert "chosen in 10 paired rounds, shown by 20 others" in report
     assert "woven" in report
     assert "H200" in report
     assert "power" in report
     assert any("130 tokens" in line for line in lines)
+
+
+def _check_finalists(result):
+    """Every figure of a row is of the second pass."""
+    config, times = result["config"], {}
+    assert (config["rounds"], config["first_rounds"]) == (20, 10)
+    for entry in result["finalists"]:
+        times.setdefault((entry["tokens"], entry["mode"]), {})[entry["variant"]] = entry
+    for row in result["rows"]:
+        final = times[row["tokens"], row["mode"]][row["variant"]]
+        assert all(row[name] == final[name] for name in ("ms", "ms_low", "ms_high"))
+        if row["mode"] != "auto":
+            assert row["best_single"] is None
+            continue
+        mode, ratio = row["best_single"]["mode"], row["best_single"]["ratio"]
+        assert mode in SINGLE
+        assert ratio["low"] <= ratio["value"] <= ratio["high"]
+        if mode == "sequential":
+            assert ratio == row["speedup"]
+    assert {mode for _, mode in times} == {*MODES, "compute"}
+    assert {entry["tokens"] for entry in result["sequential"]} == {row["tokens"] for row in result["rows"]}
+
+
+def _bench_of_a_lucky_pass():
+    """As if every variant had taken 1 us in the first pass."""
+    turns = {"take_turns": lambda modes, rounds, seed: {name: [1.0] * rounds for name in modes}}
+    with mock.patch.multiple(bench, **turns):
+        return _bench(None, False, 0.0, (48,))
+
+
+def test_what_was_fast_in_the_first_pass_is_not_reported_by_that_time():
+    result, _ = run_ranks(2, _bench_of_a_lucky_pass)[0]
+    assert [entry["ms"] for entry in result["sequential"]] == [1e-3]
+    assert [row["mode"] for row in result["rows"]] == list(MODES)
+    assert min(row["ms_low"] for row in result["rows"]) > 2e-2, "a step on a CPU takes longer by far"
+    assert min(row["host_ms"]["graph"] for row in result["rows"]) > 2e-2
+
+
+def _variants(*keys):
+    return [Variant(*key.split(" ", 1), None, lambda: torch.ones(1)) for key in keys]
+
+
+def _noisy(us, rounds=20, by=0.5):
+    return [us + by * (-1) ** i for i in range(rounds)]
+
+
+def test_the_first_pass_chooses_and_the_second_gives_the_figures():
+    variants = _variants("sequential nccl", "sequential torch", "sequential odd", "fused planned", "auto planned")
+    first = {
+        "sequential nccl": [100.0] * 10,
+        "sequential torch": [90.0] * 10,  # by chance
+        "sequential odd": [91.0] * 10,
+        "fused planned": [95.0] * 10,
+    }
+    among = finalists(variants, first)
+    assert [variant.name for variant in among] == ["torch", "odd", "planned", "planned"]
+    second = {
+        "sequential torch": _noisy(101),
+        "sequential odd": _noisy(101.1),
+        "fused planned": _noisy(95.2),
+        "auto planned": _noisy(95),
+    }
+    finals = decided(among, first, second)
+    assert finals.chosen["sequential"].name == "torch"
+    assert list(finals.chosen) == ["sequential", "fused", "auto"]
+    assert finals.best_single == "fused", "it is better by more than chance: the first pass was wrong of sequential"
+    measured = Measured(64, 1, 1, finals, _Any({}), _Any(None), dict.fromkeys(("power_w", "sm_mhz")), _Any(None))
+    rows = {row["mode"]: row for row in rows_of(measured)}
+    assert rows["sequential"]["ms"] == pytest.approx(0.101)
+    assert rows["fused"]["speedup"]["value"] == pytest.approx(101 / 95.2, abs=0.01)
+    assert rows["auto"]["best_single"]["mode"] == "fused"
+    assert rows["auto"]["best_single"]["ratio"]["value"] == pytest.approx(95.2 / 95, abs=0.01)
+    assert rows["fused"]["best_single"] is None
+
+
+class _Any(dict):
+    def __init__(self, value):
+        self._value = value
+
+    def __missing__(self, key):
+        return self._value
+
+
+def test_a_finalist_that_leads_by_chance_does_not_replace_the_chosen_one():
+    variants = _variants("sequential a", "sequential b")
+    first = {"sequential a": [90.0] * 10, "sequential b": [91.0] * 10}
+    for b, chosen in (([89.9, 91] * 10, "a"), ([88.0, 88.5] * 10, "b")):
+        finals = decided(variants, first, {"sequential a": [90.0] * 20, "sequential b": b})
+        assert finals.chosen["sequential"].name == chosen
+    assert decided([], {}, {}).best_single is None
+
+
+def test_a_sweep_hands_on_what_is_near_its_fastest():
+    bench_of = object.__new__(LatencyBench)
+    bench_of._result, bench_of._say = {"sweep": []}, lambda line: None
+    variants = _variants(*(f"fused {name}" for name in "abcde"))
+    bench_of._quick = lambda candidates: {"a": 103.0, "b": 100.0, "c": 101.0, "d": 101.5, "e": 101.6}
+    assert [variant.name for variant in bench_of._best(variants)] == ["b", "c", "d"]
+    assert len(bench_of._result["sweep"]) == 5
+    bench_of._quick = lambda candidates: {"a": 103.0, "b": 90.0, "c": 101.0, "d": 101.5, "e": 101.6}
+    assert [variant.name for variant in bench_of._best(variants)] == ["b"]
 
 
 def test_a_result_without_some_modes_still_becomes_a_table():
@@ -229,11 +334,12 @@ def test_a_result_without_some_modes_still_becomes_a_table():
         "variant": "planned",
         "no_comm_ratio": None,
         "sustained": None,
+        "best_single": None,
     }
     result = {
         "rows": [row],
         "sequential": [],
-        "config": {"ranks": 2, "model": "m", "layers": 1, "dtype": "bfloat16", "rounds": 20},
+        "config": {"ranks": 2, "model": "m", "layers": 1, "dtype": "bfloat16", "rounds": 20, "first_rounds": 10},
         "environment": {
             "gpus": [],
             "nvlinks": [],

@@ -59,6 +59,13 @@ def paired_rounds(
     """
     if rounds < MIN_ROUNDS:
         raise RequestError(f"{rounds} rounds; expected at least {MIN_ROUNDS}: fewer say too little about noise")
+    return take_turns(modes, rounds, seed, after_round)
+
+
+def take_turns(
+    modes: Mapping[str, Callable[[], float]], rounds: int, seed: int = 0, after_round: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """:func:`paired_rounds` of any number: enough to choose by, not to report."""
     order, shuffle = list(modes), random.Random(seed).shuffle
     times: dict[str, list[float]] = {name: [] for name in order}
     for _ in range(rounds):

@@ -49,7 +49,12 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--dummy", action="store_true", help="random weights, made on the GPUs; implied by a name")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--sweep", action="store_true", help="try cuts, blocks, clusters and SM budgets; show the best")
-    parser.add_argument("--rounds", type=int, default=20, help="paired rounds, at least 20 (default %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=20,
+        help="paired rounds, at least 20 (default %(default)s); half as many more choose the variants",
+    )
     parser.add_argument(
         "--sustain",
         type=float,

@@ -2,18 +2,18 @@
 
 A step is what the engine runs for one prompt: embedding, all layers, the final norm of the last row; not the vocabulary's
 projection, which is the same in every mode. Every variant is captured as one CUDA graph and timed in paired rounds, the
-slowest rank's time. A step of fewer layers than the model has is replayed as often as makes up for them, so that power and
-clocks are those of the model. ``no_comm`` removes the collectives and nothing else: 1.0 of it means that all communication
-is hidden.
+slowest rank's time: first to choose a variant of each mode, then the chosen ones in fresh rounds, which are reported. A step
+of fewer layers than the model has is replayed as often as makes up for them, so that power and clocks are those of the
+model. ``no_comm`` removes the collectives and nothing else: 1.0 of it means that all communication is hidden.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
+from tokenweave.bench.latency.finals import SINGLE, Times, decided, finalists
 from tokenweave.bench.latency.measure import comparable, final_rows, host_ms, sustained
 from tokenweave.bench.latency.profile import profiled
-from tokenweave.bench.latency.report import Measured, finish, plan_json, rows_of
+from tokenweave.bench.latency.report import Measured, finalist_rows, finish, plan_json, rows_of
 from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
 from tokenweave.bench.latency.sweep import swept_fused, swept_woven
 from tokenweave.bench.result import write_result
 from tokenweave.bench.steps import PrefillSteps, Variant, norm_alone
-from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank
+from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank, take_turns
 from tokenweave.execution import check
 from tokenweave.models import Model
 from tokenweave.planning import Mode, Planner
@@ -37,6 +38,8 @@ from tokenweave.planning import Mode, Planner
 MODES = ("sequential", "fused", "woven", "auto", "no_comm")
 _QUICK_REPLAYS = 5  # of a candidate of the sweep, or for the sequential step
 _CONTENDER = 1.05  # a sequential step that takes longer by more is not the strongest, and is left out of the rounds
+_SWEPT, _SWEPT_NEAR = 3, 1.02  # of a sweep's candidates go on to the rounds at most, and as near to the fastest
+_FIRST_SEED = 1 << 32  # added for the first pass, whose order is not the second's
 _LONG_MS = 20.0  # of a sample: no more replays are needed for the clocks of long steps
 
 
@@ -47,7 +50,8 @@ class Config:
     Attributes:
         model: its name. tokens: of the prompts. modes: some of :data:`MODES`.
         layers: that the model has; 0: those that are measured.
-        rounds: of paired samples, at least 20. seed: of token ids and of the order of modes.
+        rounds: of paired samples that are reported, at least 20; the variants to choose from have half as many before.
+        seed: of token ids and of the order of modes.
         sweep: try cuts, thread blocks, clusters and SM budgets for fused and woven, instead of the planner's alone.
         sustain: seconds of back-to-back replays a mode, for power and energy; more where a GPU's energy counter changes so
             seldom that they are too few; 0 for none.
@@ -111,12 +115,14 @@ class LatencyBench:
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "transport": self._workspace.transport,
                 "rounds": config.rounds,
+                "first_rounds": config.rounds // 2,
                 "seed": config.seed,
                 "sweep": config.sweep,
             },
             "rows": [],
             "sweep": [],
             "sequential": [],
+            "finalists": [],
             "wrong": [],
         }
 
@@ -141,17 +147,17 @@ class LatencyBench:
     # ---- variants
 
     def _variants(self, tokens: int) -> Iterator[Variant]:
-        """What is timed in paired rounds; with ``sweep``, the best candidate of fused and woven."""
+        """What is timed in paired rounds; with ``sweep``, the best candidates of fused and woven."""
         modes, steps, plan = self._config.modes, self._steps, self._planner.plan
         if "sequential" in modes:
             yield from self._contenders(list(self._sequential.variants(tokens)), tokens)
         if "fused" in modes:
             planned = steps.of_plan("fused", "planned", plan(tokens, mode=Mode.FUSED), tokens)
-            yield swept_fused(steps, planned, tokens, self._best) if self._config.sweep else planned
+            yield from swept_fused(steps, planned, tokens, self._best) if self._config.sweep else (planned,)
         if "woven" in modes and tokens > 1:
             planned = steps.of_plan("woven", "planned", plan(tokens, mode=Mode.WOVEN), tokens)
             costs = self._planner.model.costs
-            yield swept_woven(steps, planned, tokens, costs, self._best) if self._config.sweep else planned
+            yield from swept_woven(steps, planned, tokens, costs, self._best) if self._config.sweep else (planned,)
         if "auto" in modes:
             yield steps.of_plan("auto", "planned", plan(tokens, mode="auto"), tokens)
         if "no_comm" in modes:
@@ -172,15 +178,18 @@ class LatencyBench:
                 )
         return [variant for variant in candidates if medians[variant.name] <= most]
 
-    def _best(self, candidates: Sequence[Variant]) -> Variant:
-        """The fastest by a few replays, on the slowest rank; all are noted in the result."""
+    def _best(self, candidates: Sequence[Variant]) -> list[Variant]:
+        """The fastest by a few replays, on the slowest rank, and what is near it; the fastest first. All are noted in the
+        result."""
         medians = self._quick(candidates)
         for variant in candidates:
             plan = None if variant.plan is None else plan_json(variant.plan)
             entry = {"mode": variant.mode, "variant": variant.name, "ms": medians[variant.name] / 1e3, "plan": plan}
             self._result["sweep"].append(entry)
-        best = min(candidates, key=lambda variant: medians[variant.name])
-        self._say(f"  {best.mode}: best of {len(candidates)}: {best.name}, {medians[best.name] / 1e3:.3f} ms")
+        order = sorted(candidates, key=lambda variant: medians[variant.name])[:_SWEPT]
+        best = [variant for variant in order if medians[variant.name] <= _SWEPT_NEAR * medians[order[0].name]]
+        fastest = f"{best[0].name}, {medians[best[0].name] / 1e3:.3f} ms"
+        self._say(f"  {best[0].mode}: best of {len(candidates)}: {fastest}; {len(best)} go on")
         return best
 
     def _quick(self, candidates: Sequence[Variant]) -> dict[str, float]:
@@ -210,31 +219,42 @@ class LatencyBench:
         errors = self._errors(variants, tokens)
         for graph in graphs.values():
             self._replay(graph)
+        first = self._choose(variants, graphs, tokens)
+        among = finalists(variants, first)
+        for key in graphs.keys() - {variant.key for variant in among}:
+            del graphs[key]
         self._monitor.take()
         samples = paired_rounds(
-            {key: (lambda graph=graph: self._replay(graph)) for key, graph in graphs.items()},  # type: ignore[misc]
+            {key: functools.partial(self._replay, graph) for key, graph in graphs.items()},
             self._config.rounds,
             seed=self._config.seed + tokens,
             after_round=self._monitor.sample,
         )
         clocks = self._monitor.take()
         check(self._workspace)
-        times = slowest_rank(samples, self._group, self._device)
-        chosen = _strongest(variants, times)
-        shown = {mode: variant for mode, variant in chosen.items() if mode != "compute"}
-        sustained = {mode: self._sustained(graphs[v.key], times[v.key]) for mode, v in shown.items()}
+        finals = decided(among, first, slowest_rank(samples, self._group, self._device))
+        shown = {mode: variant for mode, variant in finals.chosen.items() if mode != "compute"}
+        sustained = {mode: self._sustained(graphs[v.key], finals.times[v.key]) for mode, v in shown.items()}
         layers = self._model.config.layers
-        measured = Measured(tokens, layers, self._replays, chosen, times, host, errors, clocks, sustained)
+        measured = Measured(tokens, layers, self._replays, finals, host, errors, clocks, sustained)
         self._result["rows"] += rows_of(measured)
+        self._result["finalists"] += finalist_rows(tokens, among, finals.times)
         self._chosen[tokens] = shown
+        graphs.clear()
+        text = ", ".join(f"{row['mode']} {row['ms']:.3f}" for row in self._result["rows"][-len(shown) :])
+        self._say(f"{tokens} tokens: {text} ms ({time.monotonic() - began:.1f} s)")
+
+    def _choose(self, variants: Sequence[Variant], graphs: Mapping[str, torch.cuda.CUDAGraph], tokens: int) -> Times:
+        """The first pass: of the modes that a variant is chosen of. The sequential ones' times are noted in the result."""
+        single = {v.key: functools.partial(self._replay, graphs[v.key]) for v in variants if v.mode in SINGLE}
+        turns = take_turns(single, self._config.rounds // 2, self._config.seed + tokens + _FIRST_SEED)
+        times = slowest_rank(turns, self._group, self._device)
         self._result["sequential"] += [
             {"tokens": tokens, "variant": v.name, "ms": median_estimate(times[v.key]).value / 1e3}
             for v in variants
             if v.mode == "sequential"
         ]
-        graphs.clear()
-        text = ", ".join(f"{mode} {median_estimate(times[v.key]).value / 1e3:.3f}" for mode, v in chosen.items())
-        self._say(f"{tokens} tokens: {text} ms ({time.monotonic() - began:.1f} s)")
+        return times
 
     def _profile(self) -> None:
         """Adds to the rows what torch.profiler sees. Last of all: graphs run slower once it has been on."""
@@ -284,11 +304,3 @@ class LatencyBench:
     def _write(self) -> None:
         if self._config.json is not None and self._workspace.rank == 0:
             write_result(self._result, self._config.json)
-
-
-def _strongest(variants: Sequence[Variant], times: dict[str, list[float]]) -> dict[str, Variant]:
-    """Mode -> its fastest variant, in the order of the variants."""
-    chosen: dict[str, Variant] = {}
-    for mode, same in itertools.groupby(variants, key=lambda variant: variant.mode):
-        chosen[mode] = min(same, key=lambda variant: median_estimate(times[variant.key]).value)
-    return chosen

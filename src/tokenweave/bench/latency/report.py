@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenweave.bench.environment import machine_line
+from tokenweave.bench.latency.finals import Finals, Times
 from tokenweave.bench.steps import Variant
 from tokenweave.bench.timing import Estimate, median_estimate, ratio_estimate
 from tokenweave.planning import Mode, Plan
@@ -18,16 +19,15 @@ class Measured:
 
     Attributes:
         layers: that were measured. replays: of the step in a sample, one after the other.
-        chosen: mode -> its fastest variant.
-        times: variant's key -> us of all rounds, on the slowest rank. host, errors: by the same keys.
-        clocks: during the rounds. sustained: mode -> as :func:`tokenweave.bench.latency.measure.sustained`, or None.
+        finals: mode -> the variant that is shown, and the times, on the slowest rank.
+        host, errors: by the variant's key.
+        clocks: during the rounds that are shown. sustained: mode -> as :func:`tokenweave.bench.latency.measure.sustained`, or None.
     """
 
     tokens: int
     layers: int
     replays: int
-    chosen: Mapping[str, Variant]
-    times: Mapping[str, Sequence[float]]
+    finals: Finals
     host: Mapping[str, dict[str, float]]
     errors: Mapping[str, float | None]
     clocks: dict[str, Any]
@@ -35,24 +35,24 @@ class Measured:
 
     def of(self, mode: str) -> Sequence[float]:
         """The times of a mode's variant."""
-        return self.times[self.chosen[mode].key]
+        return self.finals.times[self.finals.chosen[mode].key]
 
 
 def rows_of(measured: Measured) -> list[dict[str, Any]]:
     """A row a mode; "compute" is in the sequential one's shares alone."""
-    rows = [_row(measured, mode) for mode in measured.chosen if mode != "compute"]
+    rows = [_row(measured, mode) for mode in measured.finals.chosen if mode != "compute"]
     for row in rows:
         row["shares"] = _shares(measured) if row["mode"] == "sequential" else None
     return rows
 
 
 def _row(measured: Measured, mode: str) -> dict[str, Any]:
-    variant, mine, sustained = measured.chosen[mode], measured.of(mode), measured.sustained[mode]
+    variant, mine, sustained = measured.finals.chosen[mode], measured.of(mode), measured.sustained[mode]
     step = median_estimate(mine)
 
     def against(other: str) -> dict[str, float] | None:
         """How often this mode fits into ``other``'s time, with its 95 % interval."""
-        return _plain(ratio_estimate(measured.of(other), mine)) if other in measured.chosen else None
+        return _plain(ratio_estimate(measured.of(other), mine)) if other in measured.finals.chosen else None
 
     seen = sustained or measured.clocks
     draw, speed = seen["power_w"], seen["sm_mhz"]
@@ -67,6 +67,7 @@ def _row(measured: Measured, mode: str) -> dict[str, Any]:
         "ms_per_layer": step.value / 1e3 / measured.layers,
         "speedup": against("sequential"),
         "no_comm_ratio": against("no_comm"),
+        "best_single": _best_single(measured) if mode == "auto" else None,
         "replays": measured.replays,
         "plan": None if variant.plan is None else plan_json(variant.plan),
         "host_ms": measured.host[variant.key],
@@ -80,9 +81,27 @@ def _row(measured: Measured, mode: str) -> dict[str, Any]:
     }
 
 
+def finalist_rows(tokens: int, among: Sequence[Variant], times: Times) -> list[dict[str, Any]]:
+    """The times of everything in the second pass."""
+    found = []
+    for variant in among:
+        step = median_estimate(times[variant.key])
+        ms = {"ms": step.value / 1e3, "ms_low": step.low / 1e3, "ms_high": step.high / 1e3}
+        found.append({"tokens": tokens, "mode": variant.mode, "variant": variant.name, **ms})
+    return found
+
+
+def _best_single(measured: Measured) -> dict[str, Any] | None:
+    """The fastest of the modes that auto picks among, and how often auto's time fits into its."""
+    mode = measured.finals.best_single
+    if mode is None:
+        return None
+    return {"mode": mode, "ratio": _plain(ratio_estimate(measured.of(mode), measured.of("auto")))}
+
+
 def _shares(measured: Measured) -> dict[str, dict[str, float]] | None:
     """Of the sequential step, what goes when collectives do, and then what goes when norms do; in the same rounds."""
-    if not {"sequential", "no_comm", "compute"} <= measured.chosen.keys():
+    if not {"sequential", "no_comm", "compute"} <= measured.finals.chosen.keys():
         return None
     rounds = list(zip(measured.of("sequential"), measured.of("no_comm"), measured.of("compute"), strict=True))
     return {
@@ -152,7 +171,7 @@ def finish(result: dict[str, Any]) -> None:
         "note": f"Medians of {settings['rounds']} paired rounds of CUDA-graph replays, the slowest rank's time, with 95 % "
         "intervals. Speed-up: sequential / mode; sequential is the fastest of "
         f"{', '.join(dict.fromkeys(entry['variant'] for entry in result['sequential'])) or 'none'}, each with "
-        "a fused add-RMSNorm; no_comm removes the collectives and nothing else.",
+        f"a fused add-RMSNorm, chosen in {settings['first_rounds']} rounds before; no_comm removes the collectives and nothing else.",
     }
 
 
@@ -168,7 +187,8 @@ def text(result: dict[str, Any]) -> str:
     lines = [
         result.get("machine", ""),
         f"{settings['model']}, {settings['layers']} layers, {settings['ranks']} ranks, {settings['dtype']}, "
-        f"transport {settings['transport']}",
+        f"transport {settings['transport']}; variants chosen in {settings['first_rounds']} paired rounds, shown by "
+        f"{settings['rounds']} others",
         f"{'tokens':>6} {'mode':10} {'ms':>9} {'ms/layer':>9} {'vs sequential':>22} {'no_comm / it':>22} "
         f"{'host eager/graph':>17} {'a layer':>13} {'busy':>5} {'hidden':>6} {'waits':>6} {'W':>5} {'MHz':>5} {'limit':>6} {'mJ/tok':>7}  variant",
     ]
@@ -180,6 +200,13 @@ def text(result: dict[str, Any]) -> str:
                 for name, share in row["shares"].items()
             )
             lines.append(f"{row['tokens']:>6} of the sequential step: {shares}")
+    for row in result["rows"]:
+        if row["best_single"]:
+            mode, ratio = row["best_single"]["mode"], row["best_single"]["ratio"]
+            lines.append(
+                f"{row['tokens']:>6} best single mode / auto: {mode} / auto {ratio['value']:.3f} "
+                f"[{ratio['low']:.3f}, {ratio['high']:.3f}]"
+            )
     refused = [row for row in result["rows"] if row["sustained"] and row["sustained"]["energy"]["refused"]]
     if refused:
         first = refused[0]

@@ -18,12 +18,12 @@ _SCHEMES = (
     *(Scheme(ctas, cluster, LATE_GEMMS, late=True) for ctas, cluster in ((4, 2), (4, 4), (8, 2), (8, 4))),
 )
 
-Best = Callable[[Sequence[Variant]], Variant]
-"""Times candidates of one mode; gives the fastest."""
+Best = Callable[[Sequence[Variant]], list[Variant]]
+"""Times candidates of one mode; gives the fastest, and those near it behind."""
 
 
-def swept_fused(steps: PrefillSteps, planned: Variant, tokens: int, best: Best) -> Variant:
-    """The fastest number of blocks."""
+def swept_fused(steps: PrefillSteps, planned: Variant, tokens: int, best: Best) -> list[Variant]:
+    """The fastest numbers of blocks."""
     return best([planned, *_fused_candidates(steps, tokens)])
 
 
@@ -32,7 +32,7 @@ def _fused_candidates(steps: PrefillSteps, tokens: int) -> Iterator[Variant]:
         yield steps.of_plan("fused", f"ctas {ctas or 'default'}", Plan(Mode.FUSED, ctas=ctas), tokens)
 
 
-def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, costs: Costs, best: Best) -> Variant:
+def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, costs: Costs, best: Best) -> list[Variant]:
     """Schemes at an even cut, then cuts; one after the other. ``costs``: of the machine."""
     even = aligned(tokens // 2, tokens)
 
@@ -41,7 +41,7 @@ def swept_woven(steps: PrefillSteps, planned: Variant, tokens: int, costs: Costs
         return steps.of_plan("woven", f"cut {even}, {scheme}", plan, tokens)
 
     shapes = [planned, *map(variant, _SCHEMES)]
-    first = best(shapes)
+    first = best(shapes)[0]
     plan = first.plan
     assert plan is not None
     assert plan.split is not None
