@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +20,16 @@ from ranks import run_ranks
 from tokenweave.bench import environment
 from tokenweave.bench.kernel import implementations, report
 from tokenweave.bench.kernel.bench import Config, KernelBench, chain, link_gbs, wire_bytes
+from tokenweave.bench.kernel.expected import Expected
 from tokenweave.bench.kernel.implementations import Family, Implementation, Prepared, Skipped
 from tokenweave.bench.kernel.plots import plot_kernel
 from tokenweave.cli.arguments import command_line
 from tokenweave.cli.main import main
-from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
+from tokenweave.collective import Workspace, allreduce_rmsnorm, cuda_backend, fp8, fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
 from tokenweave.collective.torch_backend import normalised, reduced_rows
+from tokenweave.errors import CollectiveError
+from tokenweave.stages import Epilogue
 
 TOKENS = (1, 3, 8)
 
@@ -166,6 +173,122 @@ def test_rivals_of_torch_distributed_are_right(ranks):
     assert {row["kind"] for row in result["rows"]} == {"rival", "part"}
 
 
+def _ours_with_fp8(fp8: bool) -> dict:
+    """The package's own family on CPU ranks: the calls that it makes, on another transport than the GPUs'."""
+
+    def workspace(group, **options):
+        made = Workspace(group, **{**options, "transport": "torch"})
+        made.symmetric = SimpleNamespace(inbox_rows=4)
+        return made
+
+    replaced = {
+        implementations: {"Workspace": workspace},
+        cuda_backend: {"check": lambda workspace: None, "default_ctas": lambda tokens, workspace: 64},
+    }
+    families = [family for family in implementations.FAMILIES if family.name == "tokenweave"]
+    config = Config((64,), (1, 8, 9), (4,), torch.bfloat16, 20, 390.0, fp8=fp8)
+    with contextlib.ExitStack() as stack:
+        for module, names in replaced.items():
+            stack.enter_context(mock.patch.multiple(module, **names))
+        group = dist.group.WORLD
+        bench = KernelBench(
+            config, group, torch.device("cpu"), families, WallClock(), None, environment.describe(), print
+        )
+        result = bench.run()
+    report.finish(result)
+    return result
+
+
+def test_fp8_results_are_timed_beside_the_same_kernels_without():
+    result = run_ranks(2, _ours_with_fp8, True)[0]
+    assert [(skip["impl"], skip["tokens"]) for skip in result["skipped"]] == [("tokenweave one-shot", 9)]
+    kernels = {"tokenweave two-shot default": 64, "tokenweave two-shot": 4, "tokenweave one-shot": None}
+    for tokens in (1, 8, 9):
+        same = {row["impl"]: row for row in result["rows"] if row["tokens"] == tokens}
+        shown = {name: ctas for name, ctas in kernels.items() if tokens <= 8 or "one-shot" not in name}
+        assert set(same) == {name + end for name in shown for end in ("", " fp8 static", " fp8 rows")}
+        for name, ctas in shown.items():
+            plain = same[name]
+            assert plain["kind"] == "ours"
+            assert "unquantised" not in plain
+            for ending in report.FP8:
+                row = same[f"{name} {ending}"]
+                assert (row["kind"], row["ctas"], plain["ctas"]) == ("fp8", ctas, ctas)
+                assert row["unquantised"] == (name if ctas is None else f"{name}-{ctas}")
+                ratios = [a / b for a, b in zip(row["samples"], plain["samples"], strict=True)]
+                assert row["ratio_to_unquantised"] == pytest.approx(statistics.median(ratios), rel=1e-3)
+                assert (
+                    row["ratio_to_unquantised_low"] <= row["ratio_to_unquantised"] <= row["ratio_to_unquantised_high"]
+                )
+                assert row["best_rival"] is None
+                bytes_of = tokens * 64 * (2 if ctas is None else 1.5)  # of a rank: partial sums, and results of a byte
+                assert row["gb_s"] == pytest.approx(bytes_of / row["us"] / 1e3, abs=0.01)
+    text = report.text(result)
+    assert "hidden 64, 2 ranks: fp8 results over bfloat16 ones of as many blocks" in text
+    lines = [line.split() for line in text.split("below 1 fp8 is faster\n")[1].split("\n\n")[0].splitlines()[1:]]
+    assert [line[:2] for line in lines[:3]] == [["1", "two-shot"], ["1", "two-shot"], ["1", "one-shot"]]
+    assert len(lines) == 3 + 3 + 2
+    assert all(kind not in text.split("fp8 results over")[0] for kind in report.FP8), "the first table stays as it is"
+
+
+def test_without_fp8_there_is_none():
+    result = run_ranks(2, _ours_with_fp8, False)[0]
+    assert {row["kind"] for row in result["rows"]} == {"ours"}
+    assert "fp8" not in report.text(result)
+
+
+def _expected_of_one_rank(break_it) -> str | None:
+    """What Expected says of a right fp8 result that ``break_it`` has changed."""
+    rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    residuals = torch.randn(6, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    epilogue = Epilogue(torch.ones(64).bfloat16(), 1e-5)
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    x, residual = torch.zeros(8, 64).bfloat16(), residuals.clone()
+    f = implementations.Fixture(
+        group, 0, dist.get_world_size(), cpu, torch.bfloat16, 64, 6, (), rows, residuals, epilogue, x, residual
+    )
+    expected = Expected(f, 6)
+    residual.copy_(expected.residual["fused"])
+    stored, scales = fp8.quantise(expected.norm["fused"].float(), None)
+    scale = torch.tensor([0.01])
+    static, _ = fp8.quantise(expected.norm["fused"].float(), scale)
+    of_rows, of_all = fp8.Fp8(stored, scales, None), fp8.Fp8(static, None, scale)
+    break_it(of_rows, of_all)
+    for output in (of_rows, of_all):
+        call = Implementation("fp8", "fp8", lambda: None, x[:6], "fused", range(6), fp8=output)
+        try:
+            expected.compare(call, f)
+        except CollectiveError as error:
+            return str(error)
+    return None
+
+
+def _nothing(of_rows, of_all):
+    pass
+
+
+def _two_steps_off(of_rows, of_all):
+    row = of_rows.rows[2].float()
+    assert row.abs().max() == 448
+    of_rows.rows[2, row.abs().argmax()] = 384.0 * row[row.abs().argmax()].sign()
+
+
+def _scale_off(of_rows, of_all):
+    of_rows.scales[3] *= 1.1
+
+
+def _static_lost(of_rows, of_all):
+    of_all.rows.view(torch.uint8)[0, 0] = 0x7F
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"), [(_nothing, None), (_two_steps_off, "rows"), (_scale_off, "scales"), (_static_lost, "rows")]
+)
+def test_fp8_results_are_compared_with_float64(break_it, said):
+    for error in run_ranks(2, _expected_of_one_rank, break_it):
+        assert (error is None) if said is None else error.startswith(f"{said} differ from float64"), error
+
+
 def test_rows_have_what_a_reader_needs(result):
     sizes = {(row["hidden"], row["tokens"]) for row in result["rows"]}
     assert sizes == {(hidden, tokens) for hidden in (64, 40) for tokens in TOKENS}
@@ -229,6 +352,7 @@ def test_plot_without_matplotlib_says_how_to_get_it(monkeypatch, capsys):
         (["--ctas", "257"], "1 to 256"),
         (["--rounds", "5"], "at least 20"),
         (["--only", "nccl,mine"], "expected some of"),
+        (["--only", "nccl,torch", "--fp8"], "fp8 results are tokenweave's alone"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, message, capsys):
@@ -262,6 +386,7 @@ def test_ranks_get_the_same_command_line():
         "1,2",
         "--dtype",
         "fp16",
+        "--fp8",
         "--time-limit",
         "12",
     ]

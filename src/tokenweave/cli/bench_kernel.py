@@ -15,7 +15,21 @@ if TYPE_CHECKING:
 
 _TOKENS = "1,16,64,128,256,512,1024,2048,4096,8192,16384,32768"
 _QUICK = "16,256,1024,4096"
-OPTIONS = ("tp", "hidden", "tokens", "ctas", "dtype", "rounds", "only", "seed", "quick", "json", "plot", "time_limit")
+OPTIONS = (
+    "tp",
+    "hidden",
+    "tokens",
+    "ctas",
+    "dtype",
+    "fp8",
+    "rounds",
+    "only",
+    "seed",
+    "quick",
+    "json",
+    "plot",
+    "time_limit",
+)
 
 
 def add_parser(kinds: Any) -> None:
@@ -26,6 +40,7 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument("--tokens", help=f"rows of a call, separated by commas (default {_TOKENS})")
     parser.add_argument("--ctas", default="4,8,12", help="blocks of the two-shot kernel (default %(default)s)")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--fp8", action="store_true", help="ours with fp8 (e4m3) results too, beside --dtype's")
     parser.add_argument("--rounds", type=int, help="paired rounds, at least 20 (default 40, with --quick 20)")
     parser.add_argument("--only", help="families to run, of: tokenweave, nccl, torch, flashinfer (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and of the order of the modes")
@@ -57,6 +72,7 @@ def _run_rank(args: argparse.Namespace, me: Rank) -> int:
         rounds=_rounds(args),
         link_gbs=link_gbs(gpu.name, f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count),
         seed=args.seed,
+        fp8=args.fp8,
         json=args.json,
     )
     families = [family for family in FAMILIES if args.only is None or family.name.split()[0] in args.only.split(",")]
@@ -88,7 +104,11 @@ def _check(args: argparse.Namespace) -> None:
     check_output("--json", args.json)
     check_picture("--plot", args.plot)
     if args.only is not None:
-        some("--only", args.only, ("tokenweave", "nccl", "torch", "flashinfer"))
+        asked = some("--only", args.only, ("tokenweave", "nccl", "torch", "flashinfer"))
+        if args.fp8 and "tokenweave" not in asked:
+            raise RequestError(
+                f"--fp8 with --only {args.only}; fp8 results are tokenweave's alone: add it, or leave --fp8 out"
+            )
 
 
 def _rounds(args: argparse.Namespace) -> int:

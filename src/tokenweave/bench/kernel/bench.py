@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ class Config:
         dtype: torch.bfloat16 or torch.float16.
         rounds: of paired samples, at least 20. seed: of inputs and order.
         link_gbs: per direction; "wire" time is the traffic over it.
+        fp8: ours with fp8 results too.
         json: written after every size, so that what was measured survives a failure; None for nowhere.
     """
 
@@ -55,6 +56,7 @@ class Config:
     rounds: int
     link_gbs: float
     seed: int = 0
+    fp8: bool = False
     json: Path | None = None
 
 
@@ -138,6 +140,7 @@ class KernelBench:
             epilogue=Epilogue(1 + 0.1 * random(c.seed + 100, hidden), 1e-5),
             x=torch.zeros(rows + self.ranks, hidden, dtype=c.dtype, device=self.device),
             residual=torch.zeros(rows + self.ranks, hidden, dtype=c.dtype, device=self.device),
+            fp8=c.fp8,
         )
 
     def _prepare(self, family: Family, fixture: Fixture) -> Prepared | None:
@@ -209,10 +212,10 @@ class KernelBench:
         best = min(rivals, key=lambda key: medians[key].value, default=None)
         for key, impl in ready.items():
             us = medians[key]
-            whole = impl.kind != "part"
+            whole = impl.kind in ("ours", "rival")
             ratio = ratio_estimate(times[key], times[best]) if whole and best is not None else None
             # The norm alone moves no data between GPUs: it reads and writes rows and residual in HBM.
-            moved = 4 * tokens * fixture.hidden * fixture.dtype.itemsize if impl.result == "norm" else sent
+            moved = 4 * tokens * fixture.hidden * fixture.dtype.itemsize if impl.result == "norm" else sent * impl.wire
             self.result["rows"].append(
                 {
                     "tokens": tokens,
@@ -233,10 +236,11 @@ class KernelBench:
                     "gb_s": round(moved / us.value / 1e3, 2),
                     "percent_of_wire": None
                     if impl.result == "norm"
-                    else round(100 * sent / self.config.link_gbs / 1e3 / us.value, 2),
+                    else round(100 * moved / self.config.link_gbs / 1e3 / us.value, 2),
                     "calls": min(calls, impl.max_calls),
                     "clocks": clocks,
                     "samples": [round(sample, 3) for sample in times[key]],
+                    **_against_unquantised(impl, times),
                 }
             )
         self.log(report.progress(self.result["rows"][-len(ready) :]) if ready else f"{tokens} tokens: nothing ran")
@@ -244,6 +248,12 @@ class KernelBench:
     def _reset(self, impl: Implementation, fixture: Fixture, tokens: int) -> None:
         impl.rows.copy_(fixture.partials[:tokens])
         fixture.residual[:tokens].copy_(fixture.residuals[:tokens])
+        if (
+            impl.fp8 is not None
+        ):  # NaN, which no earlier result hides; peers write only when this rank's kernel has begun
+            impl.fp8.rows.view(torch.uint8).fill_(0x7F)
+            if impl.fp8.scales is not None:
+                impl.fp8.scales.fill_(float("nan"))
         if impl.padding:
             fixture.x[tokens : tokens + impl.padding].zero_()
             fixture.residual[tokens : tokens + impl.padding].zero_()
@@ -259,7 +269,8 @@ class KernelBench:
     def _warm(self, impl: Implementation, sample: Callable[[], float]) -> None:
         sample()
         impl.after()
-        if not bool(torch.isfinite(impl.rows).all()):
+        result = impl.rows if impl.fp8 is None else impl.fp8.rows.to(impl.rows.dtype)
+        if not bool(torch.isfinite(result).all()):
             raise CollectiveError("a chain of calls on finite inputs gave values that are not finite")
 
     def _refused(self, error: str | None, name: str, where: dict[str, Any]) -> bool:
@@ -293,6 +304,20 @@ def chain(sent: float) -> int:
     return max(10, min(20, int(_GRAPH_US / estimate_us)))
 
 
+def _against_unquantised(impl: Implementation, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """An fp8 row's own fields: the key of the kernel that it is compared with, and its time over that one's."""
+    if impl.fp8 is None:
+        return {}
+    plain = impl.unquantised
+    ratio = ratio_estimate(times[impl.key], times[plain]) if plain is not None and plain in times else None
+    return {
+        "unquantised": plain,
+        "ratio_to_unquantised": None if ratio is None else round(ratio.value, 4),
+        "ratio_to_unquantised_low": None if ratio is None else round(ratio.low, 4),
+        "ratio_to_unquantised_high": None if ratio is None else round(ratio.high, 4),
+    }
+
+
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return function(), None
@@ -311,5 +336,6 @@ def _plain(config: Config) -> dict[str, Any]:
         "dtype": str(config.dtype).removeprefix("torch."),
         "rounds": config.rounds,
         "seed": config.seed,
+        "fp8": config.fp8,
         "link_gbs_per_direction": config.link_gbs,
     }

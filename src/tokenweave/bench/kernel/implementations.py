@@ -5,23 +5,28 @@ A family sets up memory for one hidden size, then gives the implementations for 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from tokenweave.bench.flashinfer_fusion import FlashInferFusion
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
+from tokenweave.collective import fp8 as quantisation
+from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.rows import owned_rows, rows_per_rank
 from tokenweave.stages import Epilogue
 
-Kind = Literal["ours", "rival", "part"]
+Kind = Literal["ours", "rival", "part", "fp8"]
 Result = Literal["fused", "sum", "norm"]
+_STATIC_SCALE = 0.02  # of fp8 rows: up to 8.96, about what normalised rows of normal numbers reach
 _ONESHOT_BYTES = 64 << 20  # of a batch: above it a one-shot, which sends it whole to every peer, is not competitive
 
 
@@ -35,6 +40,7 @@ class Fixture:
         partials: [max_tokens, hidden], this rank's input. residuals: the same on all ranks. Neither is written.
         epilogue: weight and epsilon.
         x, residual: [max_tokens + ranks, hidden], ordinary memory that the implementations work on.
+        fp8: try ours with fp8 results as well.
     """
 
     group: dist.ProcessGroup
@@ -50,6 +56,7 @@ class Fixture:
     epilogue: Epilogue
     x: torch.Tensor
     residual: torch.Tensor
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,17 @@ class Implementation:
 
     Attributes:
         name: of the implementation, ctas: thread blocks, where they can be chosen.
-        kind: "ours", "rival" (the same result by other means) or "part" (of one of them; for orientation).
+        kind: "ours", "rival" (the same result by other means), "part" (of one of them; for orientation) or "fp8" (ours with
+            fp8 results, which are no rival's).
         call: one step, in place on ``rows`` [tokens, hidden] and the fixture's residual, on the current stream.
         result: what the rows then hold: the norm of sum plus residual, the sum, or the norm of own rows plus residual.
         residual_rows: rows of the residual that are valid afterwards.
         padding: rows behind the batch that the call reads as well; they are zeroed with each reset.
         max_calls: longest chain whose values stay finite.
         after: raises if a call failed on the device; called once the device is idle.
+        fp8: where ``call`` writes its result, if that is quantised; it then reads ``rows`` alone.
+        unquantised: key of the same kernel, with as many blocks, whose result is not.
+        wire: what it sends, over what a reduce-scatter and an all-gather of unquantised rows do.
     """
 
     name: str
@@ -78,6 +89,9 @@ class Implementation:
     padding: int = 0
     max_calls: int = 1000
     after: Callable[[], None] = lambda: None
+    fp8: Fp8 | None = None
+    unquantised: str | None = None
+    wire: float = 1.0
 
     @property
     def key(self) -> str:
@@ -131,9 +145,11 @@ def _ours(fixture: Fixture) -> Prepared:
         channels=1,
         regions=1,
         staging=False,
+        fp8_regions=int(f.fp8),
         transport="p2p",
         time_limit=10.0,
     )
+    scale = torch.full((1,), _STATIC_SCALE, device=f.device)
 
     def two_shot(tokens: int, ctas: int | None) -> Implementation:
         rows, residual = workspace.buffer(tokens), f.residual[:tokens]
@@ -163,12 +179,49 @@ def _ours(fixture: Fixture) -> Prepared:
             after=lambda: cuda_backend.check(workspace),
         )
 
+    def quantised(plain: Implementation, wire: float, **launch: Any) -> list[Implementation]:
+        """``plain`` with fp8 results: one static scale, and a scale a row."""
+        tokens = plain.rows.shape[0]
+        rows, residual, scales = workspace.fp8(tokens), f.residual[:tokens], workspace.scales(tokens)
+        return [
+            dataclasses.replace(
+                plain,
+                name=f"{plain.name} {ending}",
+                kind="fp8",
+                call=functools.partial(
+                    fused_allreduce_rmsnorm,
+                    *(plain.rows, residual, e.weight, e.eps, workspace),
+                    out_dtype=quantisation.DTYPE,
+                    out=output.rows,
+                    scale=output.scale,
+                    out_scales=output.scales,
+                    **launch,
+                ),
+                fp8=output,
+                unquantised=plain.key,
+                wire=wire,
+            )
+            for ending, output in {
+                "fp8 static": Fp8(rows, None, scale),
+                "fp8 rows": Fp8(rows, scales, None),
+            }.items()
+        ]
+
     def choices(tokens: int) -> Choices:
         assert workspace.symmetric is not None
         most = 2 * workspace.symmetric.inbox_rows
-        found: Choices = [two_shot(tokens, ctas) for ctas in (None, *f.ctas)]
+        two_shots = {ctas: two_shot(tokens, ctas) for ctas in (None, *f.ctas)}
+        found: Choices = [*two_shots.values()]
+        if f.fp8:
+            item = f.dtype.itemsize  # partial sums keep it, results are a byte
+            found += [
+                q for ctas, plain in two_shots.items() for q in quantised(plain, (item + 1) / (2 * item), ctas=ctas)
+            ]
         if tokens <= most:
-            found.append(one_shot(tokens))
+            plain = one_shot(tokens)
+            found.append(plain)
+            # Partial sums alone are sent.
+            found += quantised(plain, 1.0, layout="replicated") if f.fp8 else []
         else:
             found.append(
                 Skipped("tokenweave one-shot", f"its inboxes hold {most // 2} rows; two calls at most are tried")

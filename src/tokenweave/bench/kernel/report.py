@@ -21,6 +21,10 @@ _SHORT = {
 }
 
 
+FP8 = ("fp8 static", "fp8 rows")
+"""How the names of implementations with fp8 results end: one static scale, a scale a row."""
+
+
 def short_name(row: dict[str, Any]) -> str:
     """A column's heading for a row's implementation; the default's blocks vary with the tokens and are left out."""
     name = _SHORT.get(row["impl"], row["impl"])
@@ -46,7 +50,9 @@ def text(result: dict[str, Any]) -> str:
     for hidden in result["config"]["hidden"]:
         rows = [row for row in result["rows"] if row["hidden"] == hidden]
         if rows:
-            parts.append(_table(hidden, rows))
+            parts.append(_table(hidden, [row for row in rows if row["kind"] != "fp8"]))
+            if any(row["kind"] == "fp8" for row in rows):
+                parts.append(_fp8_table(hidden, rows))
     skipped: dict[tuple[str, str], list[str]] = {}
     for skip in result["skipped"]:
         skipped.setdefault((skip["impl"], skip["error"]), []).append(
@@ -109,13 +115,50 @@ def _table(hidden: int, rows: list[dict[str, Any]]) -> str:
             verdict = "slower" if ours["ratio_low"] > 1 else "faster" if ours["ratio_high"] < 1 else "equal"
             ratio = [f"{ours['ratio_to_best_rival']:.3f}", f"{ours['ratio_low']:.3f}-{ours['ratio_high']:.3f}", verdict]
         lines.append([str(tokens), *cells, *ratio])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    table = "\n".join(
-        "  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
     best = _best(rows, "ours", by="percent_of_wire")
     most = f"; at most {best['percent_of_wire']:.0f} % of wire, {best['gb_s']:.0f} GB/s" if best is not None else ""
-    return f"hidden {hidden}, {rows[0]['dtype']}, {rows[0]['ranks']} ranks, us (lower is better){most}\n{table}"
+    return (
+        f"hidden {hidden}, {rows[0]['dtype']}, {rows[0]['ranks']} ranks, us (lower is better){most}\n{_aligned(lines)}"
+    )
+
+
+def _fp8_table(hidden: int, rows: list[dict[str, Any]]) -> str:
+    """A line a kernel, number of blocks and tokens: unquantised and both kinds of fp8, with their times over it."""
+    dtype = rows[0]["dtype"]
+    lines = [
+        [
+            "tokens",
+            "kernel",
+            "CTAs",
+            f"{dtype}, us",
+            *(head for kind in FP8 for head in (f"{kind}, us", "ratio", "95 %")),
+        ]
+    ]
+    keys = {(row["tokens"], f"{row['impl']}-{row['ctas']}" if row["ctas"] else row["impl"]): row for row in rows}
+    quantised = [row for row in rows if row["kind"] == "fp8"]
+    for tokens, key in dict.fromkeys((row["tokens"], row["unquantised"]) for row in quantised):
+        same = [row for row in quantised if (row["tokens"], row["unquantised"]) == (tokens, key)]
+        plain, name = keys.get((tokens, key)), same[0]["impl"].removeprefix("tokenweave ").split(" fp8")[0]
+        line = [str(tokens), name, str(same[0]["ctas"] or "-"), "-" if plain is None else f"{plain['us']:.1f}"]
+        for kind in FP8:
+            row = next((row for row in same if row["impl"].endswith(kind)), None)
+            line += _fp8_cells(row)
+        lines.append(line)
+    title = f"hidden {hidden}, {rows[0]['ranks']} ranks: fp8 results over {dtype} ones of as many blocks, below 1 fp8 is faster"
+    return f"{title}\n{_aligned(lines)}"
+
+
+def _fp8_cells(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["-"] * 3
+    ratio, low, high = (row[f"ratio_to_unquantised{end}"] for end in ("", "_low", "_high"))
+    compared = ["-"] * 2 if ratio is None else [f"{ratio:.3f}", f"{low:.3f}-{high:.3f}"]
+    return [f"{row['us']:.1f}", *compared]
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _best(rows: list[dict[str, Any]], kind: str, by: str = "us") -> dict[str, Any] | None:
