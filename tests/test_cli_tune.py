@@ -85,6 +85,21 @@ def test_the_summary_names_what_was_measured_on_what(tmp_path):
     assert shown.endswith(f"written to {tmp_path / 'table.json'}")
 
 
+@pytest.mark.parametrize("final", [True, False], ids=["in both passes", "in the first"])
+def test_nccls_step_counts_as_in_the_rounds_of_the_others(final):
+    planner = Planner(LLAMA, costs=Profile(TABLE, LLAMA, MACHINE), mode="auto")
+    result = _result(planner, (3500,), 1.25)
+    (row,) = (row for row in result["rows"] if row["mode"] == "sequential")
+    (nccl,) = result["sequential"]
+    right = nccl["ms"]
+    nccl["ms"] = right * 1.1  # the first pass ran at lower clocks
+    result["sequential"].append({"tokens": 3500, "variant": row["variant"], "ms": row["ms"] * 1.1})
+    if final:
+        result["finalists"] = [{"tokens": 3500, "mode": "sequential", "variant": "nccl", "ms": right}]
+    (check,) = checks(result, planner)
+    assert check.measured["sequential"] == pytest.approx(right)
+
+
 def _result(planner, tokens, wrong_by, swept=False):
     """What the latency benchmark would find if steps took ``wrong_by`` times what is predicted."""
     result = {"rows": [], "sequential": [], "sweep": []}
