@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import fp8_cases
 import rounding_cases
-from collective_cases import EPS, POISON, Case, Data, bits, call, check, make, on, open_workspace
+from collective_cases import EPS, Case, Data, bits, call, check, is_poison, make, on, open_workspace, poisoned
 from kernel_edits import EACH_READER_FREES, MISTAKES, Mistake, compiled_from
 from tokenweave.bench.kernel import alone
 from tokenweave.collective import Workspace, cuda_backend, selftest
@@ -175,7 +175,7 @@ def _call(what: Alone, data: Data, workspace: Workspace) -> Call:
     real = case.tokens if what.real is None else what.real
     partial = workspace.buffer(case.tokens)
     partial.copy_(data.partials[workspace.rank])
-    residual = torch.full(data.residual.shape, POISON, dtype=case.dtype)
+    residual = poisoned(data.residual)
     mine = range(real) if case.replicated else owned_rows(real, workspace.rank, workspace.world_size)
     if case.has_residual:
         residual[mine.start : mine.stop] = data.residual[mine.start : mine.stop]
@@ -188,7 +188,7 @@ def _call(what: Alone, data: Data, workspace: Workspace) -> Call:
         fp8 = Fp8(workspace.fp8(n), workspace.scales(n) if scale is None else None, scale)
     if what.both or (fp8 is None and (case.use_out or case.rows is not None)):
         out = workspace.buffer(n, region=1)
-        out.copy_(torch.full((n, case.hidden), POISON, dtype=case.dtype))
+        out.copy_(poisoned(torch.empty(n, case.hidden, dtype=case.dtype)))
     return Call(
         partial,
         residual.to(device),
@@ -220,7 +220,7 @@ def _check(what: Alone, data: Data, call: Call, result: torch.Tensor, seed: int)
     first = dataclasses.replace(case, tokens=what.real)
     some = dataclasses.replace(data, partials=data.partials[:, : what.real], residual=data.residual[: what.real])
     check(first, some, residual[: what.real], result[: what.real], workspace, rounded_sum=rounded)
-    assert residual[what.real :].isnan().all(), "a row behind the real ones was written"
+    assert is_poison(residual[what.real :]), "a row behind the real ones was written"
     assert torch.equal(result[what.real :], data.partials[workspace.rank, what.real :])
 
 

@@ -14,7 +14,8 @@ from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_
 from tokenweave.collective.rows import owned_rows
 
 EPS = 1e-5
-POISON = float("nan")  # in what a collective must overwrite, must not read, or must leave alone
+_POISON = {torch.bfloat16: 0x7FA5, torch.float16: 0x7DA5, torch.float32: 0x7FA5A5A5}
+_WORDS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,23 @@ class Data:
     weight: torch.Tensor
     post_norm: torch.Tensor | None
     bias: torch.Tensor | None
+
+
+def poison(x: torch.Tensor) -> torch.Tensor:
+    """Fills what a collective must overwrite, must not read, or must leave alone: signalling NaNs, whose bits are not those of
+    anything that is computed from them. Returns ``x``, whose rows are contiguous."""
+    x.view(_WORDS[x.element_size()]).fill_(_POISON[x.dtype])
+    return x
+
+
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    """New memory of that shape, dtype and device, filled so."""
+    return poison(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+
+
+def is_poison(x: torch.Tensor) -> bool:
+    """Whether every element is as :func:`poison` left it."""
+    return bool((bits(x) == _POISON[x.dtype]).all())
 
 
 def fresh_seed() -> int:
@@ -95,13 +113,13 @@ def call(case: Case, data: Data, workspace: Workspace, start: int = 0) -> tuple[
     data = on(data, workspace.device)
     partial = workspace.buffer(case.tokens, start=start)
     partial.copy_(data.partials[workspace.rank])
-    residual = torch.full_like(data.residual, POISON)
+    residual = poisoned(data.residual)
     mine = range(case.tokens) if case.replicated else owned_rows(case.tokens, workspace.rank, workspace.world_size)
     if case.has_residual:
         residual[mine.start : mine.stop] = data.residual[mine.start : mine.stop]
     rows = None if case.rows is None else torch.tensor(case.rows, dtype=torch.int64, device=workspace.device)
     n = case.tokens if case.rows is None else len(case.rows)
-    out = torch.full((n, case.hidden), POISON, dtype=case.dtype, device=workspace.device) if case.use_out else None
+    out = poison(torch.empty(n, case.hidden, dtype=case.dtype, device=workspace.device)) if case.use_out else None
     result, scales = fused_allreduce_rmsnorm(
         partial,
         residual,
@@ -130,7 +148,7 @@ def call_sequential(case: Case, data: Data, workspace: Workspace) -> tuple[torch
     """As :func:`call`, for the baseline."""
     partial = workspace.buffer(case.tokens)
     partial.copy_(data.partials[workspace.rank])
-    residual = data.residual.clone() if case.has_residual else torch.full_like(data.residual, POISON)
+    residual = data.residual.clone() if case.has_residual else poisoned(data.residual)
     rows = None if case.rows is None else torch.tensor(case.rows, dtype=torch.int64)
     result = allreduce_rmsnorm(
         partial,
@@ -175,9 +193,10 @@ def check(
     spread = float(expected_rows.abs().max()) if expected_rows.numel() else 1.0
     atol = max(ulp, 1e-5) * spread * (1 if rounded_sum else 0.02)
     torch.testing.assert_close(rows.double(), expected_rows, rtol=2 * ulp, atol=atol)
-    untouched = data.residual.clone() if case.has_residual else torch.full_like(data.residual, POISON)
+    untouched = data.residual.clone() if case.has_residual else poisoned(data.residual)
     if not case.replicated:
-        untouched[[row for row in range(case.tokens) if row not in mine]] = POISON
+        poison(untouched[: mine.start])
+        poison(untouched[mine.stop :])
     others = [row for row in range(case.tokens) if row not in updated]
     assert torch.equal(bits(residual[others]), bits(untouched[others])), (
         "a row of the residual that is not this rank's was written"
@@ -190,4 +209,4 @@ def open_workspace(case: Case, group: dist.ProcessGroup | None = None, **options
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The same memory as integers: equal only if every bit is, NaNs and signed zeros included."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    return x.contiguous().view(_WORDS[x.element_size()])

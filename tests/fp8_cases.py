@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from collective_cases import EPS, POISON, Case, Data, make, on, reference
+from collective_cases import EPS, Case, Data, is_poison, make, on, poison, poisoned, reference
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
 
 E4M3 = torch.float8_e4m3fn
+NAN = 0xFF  # in e4m3; what is converted to it has no sign, 0x7F
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,17 @@ def call(q: Quantised, workspace: Workspace, seed: int, data: Data | None = None
     data = on(data or make(case, workspace.world_size, seed), workspace.device)
     partial = workspace.buffer(case.tokens)
     partial.copy_(data.partials[workspace.rank])
-    residual = torch.full_like(data.residual, POISON)
+    residual = poisoned(data.residual)
     mine = range(case.tokens) if case.replicated else owned_rows(case.tokens, workspace.rank, workspace.world_size)
     if case.has_residual:
         residual[mine.start : mine.stop] = data.residual[mine.start : mine.stop]
     rows = None if case.rows is None else torch.tensor(case.rows, dtype=torch.int64, device=workspace.device)
     n = case.tokens if case.rows is None else len(case.rows)
-    workspace.fp8(workspace.max_tokens).view(torch.uint8).fill_(0x7F)  # NaN
-    workspace.scales(workspace.max_tokens).fill_(POISON)
+    workspace.fp8(workspace.max_tokens).view(torch.uint8).fill_(NAN)
+    poison(workspace.scales(workspace.max_tokens))
     out, scales = workspace.fp8(n, start=q.start), workspace.scales(n, start=q.start)
     scale = None if q.static is None else torch.tensor([q.static], device=workspace.device)
-    unquantised = torch.full((n, case.hidden), POISON, dtype=case.dtype, device=workspace.device) if q.both else None
+    unquantised = poison(torch.empty(n, case.hidden, dtype=case.dtype, device=workspace.device)) if q.both else None
     got, got_scales = fused_allreduce_rmsnorm(
         partial,
         residual,
@@ -72,19 +73,19 @@ def call(q: Quantised, workspace: Workspace, seed: int, data: Data | None = None
     assert got_scales.data_ptr() == (scales if scale is None else scale).data_ptr()
     assert torch.equal(partial, data.partials[workspace.rank]), "partial is only read"
     around = workspace.fp8(workspace.max_tokens).view(torch.uint8)
-    assert (around[: q.start] == 0x7F).all()
-    assert (around[q.start + n :] == 0x7F).all()
+    assert (around[: q.start] == NAN).all()
+    assert (around[q.start + n :] == NAN).all()
     if scale is None:
         around = workspace.scales(workspace.max_tokens)
-        assert around[: q.start].isnan().all()
-        assert around[q.start + n :].isnan().all()
+        assert is_poison(around[: q.start])
+        assert is_poison(around[q.start + n :])
     return Result(residual, got, got_scales, unquantised)
 
 
-def check(q: Quantised, result: Result, workspace: Workspace, seed: int) -> None:
-    """Against float64, from the definition."""
+def check(q: Quantised, result: Result, workspace: Workspace, seed: int, data: Data | None = None) -> None:
+    """Against float64, from the definition. ``data``: None for what ``seed`` makes."""
     rounded = workspace.transport.startswith("multimem")  # the sum, before anything is added
-    _, expected = reference(q.case, make(q.case, workspace.world_size, seed))
+    _, expected = reference(q.case, data or make(q.case, workspace.world_size, seed))
     if not expected.numel():
         return
     scales = result.scales.cpu().double()

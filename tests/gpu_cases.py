@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from collective_cases import EPS, Case, bits, call, check, make
+from collective_cases import EPS, Case, bits, call, check, is_poison, make, poison
 from ranks import run_ranks
 from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective.call import Layout
 from tokenweave.collective.rows import owned_rows
 
 RANKS = int(os.environ.get("TOKENWEAVE_TEST_RANKS", "2"))
@@ -46,13 +48,18 @@ def fresh(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(partial in the workspace, different on every rank; residual and weight, the same on all)."""
     device = workspace.device
-    mine = torch.Generator(device).manual_seed(seed * 17 + workspace.rank)
-    ours = torch.Generator(device).manual_seed(seed)
     partial = workspace.buffer(tokens, start=start)
-    partial.normal_(generator=mine)
-    residual = torch.randn(tokens, workspace.hidden, device=device, generator=ours).to(workspace.dtype)
+    residual = torch.empty(tokens, workspace.hidden, dtype=workspace.dtype, device=device)
+    refill(workspace, partial, residual, seed)
+    ours = torch.Generator(device).manual_seed(seed + 1)
     weight = (torch.rand(workspace.hidden, device=device, generator=ours) + 0.5).to(workspace.dtype)
     return partial, residual, weight
+
+
+def refill(workspace: Workspace, partial: torch.Tensor, residual: torch.Tensor, seed: int) -> None:
+    """Fresh numbers in both: other partial sums on every rank, the same residual on all."""
+    partial.normal_(generator=torch.Generator(workspace.device).manual_seed(seed * 17 + workspace.rank))
+    residual.normal_(generator=torch.Generator(workspace.device).manual_seed(seed))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -68,40 +75,72 @@ def expect_close(got: torch.Tensor, wanted: torch.Tensor, steps: float, what: st
     assert worst <= terms, f"{what}: an element is off by {worst:.3g} beyond rounding"  # NaN is not
 
 
-def checked_call(workspace: Workspace, tokens: int, layout: str, ctas: int | None, seed: int) -> torch.Tensor:
+def checked_call(
+    workspace: Workspace,
+    tokens: int,
+    layout: Layout,
+    ctas: int | None,
+    seed: int,
+    *,
+    cluster: int | None = None,
+    channel: int = 0,
+) -> torch.Tensor:
     """One call against float64, every element, with guard rows around it; returns the rows."""
     partial, residual, weight = fresh(workspace, tokens, seed, start=3)
-    start = residual.clone()
     guards = [workspace.buffer(3, start=row).fill_(7.0) for row in (0, tokens + 3)]
-    parts = gathered(partial.clone())
+    launch = {"ctas": ctas, "cluster": cluster, "channel": channel, "layout": layout}
+
+    def run() -> None:
+        fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, **launch)
+
+    checked(workspace, partial, residual, weight, layout, run, f"{workspace.hidden=} {tokens=} {launch}")
+    assert all((guard == 7).all() for guard in guards)
+    return partial.clone()
+
+
+def checked(
+    workspace: Workspace,
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    layout: Layout,
+    run: Callable[[], None],
+    what: str,
+) -> None:
+    """Whatever ``run`` does has to be a call in place of these tensors: against float64, every element.
+
+    Args:
+        partial: of this rank. residual: the same on all ranks; rows that the call must not read are poisoned first.
+        run: the call, eager or as a graph. what: says which one it is.
+    """
+    tokens = len(partial)
+    total = residual.double()
+    for part in gathered(partial.clone()):
+        total += part.double()
+    own = range(tokens) if layout == "replicated" else owned_rows(tokens, workspace.rank, workspace.world_size)
+    mine = slice(own.start, own.stop)
+    others = residual[: own.start], residual[own.stop :]
+    for rows in others:
+        poison(rows)
     torch.cuda.synchronize()
     dist.barrier()
-    rows, _ = fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, ctas=ctas, layout=layout)
+    run()
     torch.cuda.synchronize()
     cuda_backend.check(workspace)
-    own = range(tokens) if layout == "replicated" else owned_rows(tokens, workspace.rank, workspace.world_size)
-    total = start.double()
-    for part in parts:
-        total += part.double()
     tolerance = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}[workspace.dtype]
     if TRANSPORT != "p2p":
         tolerance *= 1.5  # the switch rounds the sum before the residual is added: one rounding more
-    mine = slice(own.start, own.stop)
-    what = f"{workspace.hidden=} {tokens=} {layout=} {ctas=}"
     if len(own):
-        assert relative(residual[mine], total[mine]) < tolerance
+        assert relative(residual[mine], total[mine]) < tolerance, what
         expect_close(residual[mine], total[mine], 1, f"residual, {what}")
-    assert torch.equal(residual[: own.start], start[: own.start])
-    assert torch.equal(residual[own.stop :], start[own.stop :])
+    assert all(is_poison(rows) for rows in others), f"a row of the residual that is not this rank's was written: {what}"
     rounded = total.to(workspace.dtype).double()
     expected = rounded * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
     if tokens:
-        assert relative(rows, expected) < tolerance, what
-        expect_close(rows, expected, 2, f"rows, {what}")
-        for other in gathered(rows):
-            assert torch.equal(bits(other), bits(rows)), "ranks differ"
-    assert all((guard == 7).all() for guard in guards)
-    return rows.clone()
+        assert relative(partial, expected) < tolerance, what
+        expect_close(partial, expected, 2, f"rows, {what}")
+        for other in gathered(partial):
+            assert torch.equal(bits(other), bits(partial)), f"ranks differ: {what}"
 
 
 def check_sizes(hidden: int, dtype: torch.dtype, most: int, seed: int) -> float:
@@ -118,35 +157,59 @@ def check_sizes(hidden: int, dtype: torch.dtype, most: int, seed: int) -> float:
     return time.perf_counter() - began
 
 
-def random_case(pick: random.Random, tokens: int, dtypes: tuple[torch.dtype, ...], **others: Any) -> Case:
-    """One of a hidden size of each kind of kernel, with options of all kinds; ``others``: of :class:`Case`, as given."""
+def check_clusters(hidden: int, seed: int) -> None:
+    """Blocks in clusters, with plain loads and in the ring: fewer rows than blocks, and more than blocks hold at once."""
+    with opened(1008, hidden) as workspace:
+        for ctas, cluster in ((2, 2), (4, 4), (8, 4), (8, 8), (12, 2), (16, 4)):
+            for tokens in (3, 64, 1000):
+                checked_call(workspace, tokens, "sharded", ctas, seed + tokens, cluster=cluster)
+        checked_call(workspace, 1000, "sharded", 8, seed, cluster=4, channel=1)
+
+
+def random_case(
+    pick: random.Random, tokens: int, hidden: int, dtype: torch.dtype, ctas: int | None = None, **others: Any
+) -> Case:
+    """With options of all kinds; ``others``: of :class:`Case`, as given."""
     rows = None
     if pick.random() < 0.4:
         rows = tuple(sorted(pick.sample(range(tokens), pick.randrange(tokens + 1))))
     return Case(
         tokens,
-        pick.choice([72, 2880, 4096]),
-        pick.choice(dtypes),
+        hidden,
+        dtype,
         has_residual=pick.random() < 0.7,
         post_norm=pick.random() < 0.4,
         weight_offset=pick.choice([0.0, 1.0]),
         bias=pick.random() < 0.4,
         replicated=pick.random() < 0.5,
         rows=rows,
+        ctas=ctas,
+        cluster=2 if ctas is not None and ctas % 2 == 0 and pick.random() < 0.5 else None,
         **others,
     )
 
 
+SMALL, LARGE = (72, 2880, 4096), (5120, 7168, 8192, 16384)  # hidden sizes
+
+
+def option_cases(pick: random.Random) -> list[Case]:
+    """Sixty: small ones, whose kernels take little time to compile, and two of each large hidden size."""
+    cases = []
+    for _ in range(52):
+        dtype = pick.choice([torch.bfloat16, torch.float16, torch.float32])
+        # Of 130 rows, one or two blocks have enough for the ring.
+        tokens, ctas = pick.choice([1, 2, 5, 33, 130]), pick.choice([None, 1, 2])
+        cases.append(random_case(pick, tokens, pick.choice(SMALL), dtype, ctas, use_out=pick.random() < 0.5))
+    for hidden in LARGE:
+        for tokens, ctas in ((513, 4), (pick.choice([257, 513]), None)):
+            cases.append(random_case(pick, tokens, hidden, torch.bfloat16, ctas, use_out=pick.random() < 0.5))
+    return cases
+
+
 def check_options(seed: int) -> int:
-    pick = random.Random(seed)
-    count = 0
-    for number in range(60):
-        tokens = pick.choice([1, 2, 5, 33, 130])
-        ctas = pick.choice([None, 1, 2])  # of 130 rows, one or two blocks have enough for the ring
-        case = random_case(
-            pick, tokens, (torch.bfloat16, torch.float16, torch.float32), use_out=pick.random() < 0.5, ctas=ctas
-        )
-        with opened(tokens, case.hidden, case.dtype) as workspace:
+    cases = option_cases(random.Random(seed))
+    for number, case in enumerate(cases):
+        with opened(case.tokens, case.hidden, case.dtype) as workspace:
             data = make(case, workspace.world_size, seed + number)
             residual, result = call(case, data, workspace)
             torch.cuda.synchronize()
@@ -154,31 +217,4 @@ def check_options(seed: int) -> int:
             check(case, data, residual, result, workspace, rounded_sum=workspace.transport != "p2p")
             for other in gathered(result):
                 assert torch.equal(bits(other), bits(result)), case
-        count += 1
-    return count
-
-
-def check_row_count() -> None:
-    with opened(600, 4096) as workspace:
-        count = torch.zeros(1, dtype=torch.int32, device=workspace.device)
-        partial, residual, weight = fresh(workspace, 512, 11)
-        p, r = partial.clone(), residual.clone()
-        for layout in ("sharded", "replicated"):
-            graph = torch.cuda.CUDAGraph()
-            fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout, row_count=count)
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout, row_count=count)
-            for real in (0, 1, 3, 100, 511, 512):
-                partial.copy_(p)
-                residual.copy_(r)
-                count.fill_(real)
-                graph.replay()
-                got = partial.clone()
-                assert torch.equal(got[real:], p[real:])
-                if layout == "replicated":
-                    assert torch.equal(residual[real:], r[real:])
-                x, res = workspace.buffer(real), r[:real].clone()
-                x.copy_(p[:real])
-                fused_allreduce_rmsnorm(x, res, weight, EPS, workspace, layout=layout)
-                assert torch.equal(bits(x), bits(got[:real])), (layout, real)
-            del graph
+    return len(cases)

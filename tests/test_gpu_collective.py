@@ -11,16 +11,20 @@ import time
 import pytest
 import torch
 
-from collective_cases import EPS, bits, fresh_seed
+import rounding_cases
+from collective_cases import EPS, Case, bits, call, fresh_seed
 from gpu_cases import (
     RANKS,
+    check_clusters,
     check_options,
     check_sizes,
+    checked,
     checked_call,
     fresh,
+    gathered,
     on_ranks,
     opened,
-    relative,
+    refill,
     same_bits,
 )
 from tokenweave.collective import cuda_backend, fused_allreduce_rmsnorm
@@ -51,22 +55,37 @@ def test_options_against_float64():
     assert on_ranks(check_options, fresh_seed()) == [60] * RANKS
 
 
-def _float32_weights() -> None:
-    with opened(64, 4096) as workspace:
-        partial, residual, weight = fresh(workspace, 64, 3)
-        kept, before = partial.clone(), residual.clone()
-        fine = weight.float() * 1.0001
-        rows, _ = fused_allreduce_rmsnorm(partial, residual, fine, EPS, workspace)
-        one = rows.clone()
-        partial.copy_(kept)
-        other, _ = fused_allreduce_rmsnorm(partial, before, weight, EPS, workspace)
-        assert relative(one, other.double() * 1.0001) < 3e-3
+@pytest.mark.parametrize("hidden", [4096, 7168])
+def test_clusters_against_float64(hidden):
+    on_ranks(check_clusters, hidden, fresh_seed())
+
+
+def _float32_vectors(seed: int) -> None:
+    every = {"post_norm": True, "bias": True, "weight_offset": 1.0}
+    for case in (
+        Case(64, 4096, ctas=1),  # the ring
+        Case(64, 4096),
+        Case(64, 4096, replicated=True),
+        Case(130, 2880, torch.float16, ctas=1, **every),
+        Case(33, 2880, torch.float16, **every),
+        Case(33, 2880, torch.float16, replicated=True, **every),
+        Case(33, 2880, torch.float32, bias=True),
+    ):
+        with opened(case.tokens, case.hidden, case.dtype) as workspace:
+            data = rounding_cases.make(case, workspace.world_size, seed)
+            residual, rows = call(case, data, workspace)
+            torch.cuda.synchronize()
+            cuda_backend.check(workspace)
+            rounding_cases.check(case, data, residual, rows, workspace)
+            assert all(torch.equal(bits(other), bits(rows)) for other in gathered(rows)), f"ranks differ: {case}"
+    with opened(8, 4096) as workspace:
+        partial, residual, weight = fresh(workspace, 8, seed)
         with pytest.raises(CollectiveError, match="all of them in"):
-            fused_allreduce_rmsnorm(partial, before, fine, EPS, workspace, bias=weight)
+            fused_allreduce_rmsnorm(partial, residual, weight.float(), EPS, workspace, bias=weight)
 
 
-def test_float32_weights():
-    on_ranks(_float32_weights)
+def test_float32_vectors():
+    on_ranks(_float32_vectors, fresh_seed())
 
 
 def _bits_of_a_row(seed: int) -> None:
@@ -135,19 +154,30 @@ def test_nan_and_infinity_stay_in_their_row():
     on_ranks(_not_a_number)
 
 
-def _random_calls(calls: int, seed: int) -> tuple[int, float]:
-    """Random sizes, layouts, blocks, two channels; graphs replayed in between; every 50th call is checked."""
+def _random_calls(calls: int, seed: int) -> tuple[int, int, float]:
+    """Random sizes, layouts, blocks, two channels; graphs replayed in between. One eager call in 50 is compared with float64
+    and one replay in 20, on both channels. Returns (rows, calls that were compared, seconds)."""
     pick = random.Random(seed)
-    rows_done, began = 0, time.perf_counter()
+    rows_done, compared, began = (
+        0,
+        {(kind, channel): 0 for kind in ("eager", "replay") for channel in (0, 1)},
+        time.perf_counter(),
+    )
     with opened(2100, 4096) as workspace:
         graphs = []
-        for tokens, layout in ((5, "replicated"), (333, "sharded"), (2048, "sharded")):
+        for tokens, layout, channel in (
+            (5, "replicated", 0),
+            (333, "sharded", 1),
+            (64, "replicated", 1),
+            (2048, "sharded", 0),
+        ):
             partial, residual, weight = fresh(workspace, tokens, seed)
-            fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout)
+            options = {"layout": layout, "channel": channel}
+            fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, **options)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout)
-            graphs.append((graph, partial, residual, tokens))
+                fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, **options)
+            graphs.append((graph, partial, residual, weight, layout, channel))
         residual = torch.randn(2100, 4096, device=workspace.device).bfloat16()
         weight = torch.ones(4096, device=workspace.device).bfloat16()
         for number in range(calls):
@@ -155,13 +185,20 @@ def _random_calls(calls: int, seed: int) -> tuple[int, float]:
             layout = "replicated" if tokens <= 512 and pick.random() < 0.5 else "sharded"
             ctas, channel, replay = pick.choice([None, 1, 4, 8, 31]), pick.randrange(2), pick.random() < 0.2
             if replay:
-                graph, partial, res, size = pick.choice(graphs)
-                graph.replay()
-                partial.normal_()
+                graph, x, res, norm, layout, channel = pick.choice(graphs)
+                if pick.random() < 0.05:
+                    refill(workspace, x, res, seed + number)
+                    what = f"call {number}, a replay on {channel=}: {len(x)} rows, {layout=}"
+                    checked(workspace, x, res, norm, layout, graph.replay, what)
+                    compared["replay", channel] += 1
+                else:
+                    graph.replay()
+                x.normal_()
                 res.normal_()
-                rows_done += size
-            elif number % 50 == 0:
-                checked_call(workspace, tokens, layout, ctas, seed + number)
+                tokens = len(x)
+            elif pick.random() < 0.02:
+                checked_call(workspace, tokens, layout, ctas, seed + number, channel=channel)
+                compared["eager", channel] += 1
             else:
                 x = workspace.buffer(tokens)
                 fused_allreduce_rmsnorm(
@@ -174,12 +211,13 @@ def _random_calls(calls: int, seed: int) -> tuple[int, float]:
         torch.cuda.synchronize()
         cuda_backend.check(workspace)
         del graphs, graph
-    return rows_done, time.perf_counter() - began
+    assert min(compared.values()) > calls // 1000, compared
+    return rows_done, sum(compared.values()), time.perf_counter() - began
 
 
 def test_ten_thousand_random_calls():
     results = on_ranks(_random_calls, 10_000, fresh_seed())
-    print(f"{results[0][0]} rows in {results[0][1]:.1f} s")
+    print(f"{results[0][0]} rows in {results[0][2]:.1f} s, {results[0][1]} calls compared")
 
 
 def _soak(rows: int, seed: int) -> tuple[int, float]:

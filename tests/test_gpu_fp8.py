@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from collective_cases import EPS, Case, fresh_seed, make
 from fp8_cases import E4M3, Quantised, call, check, fingerprint
-from gpu_cases import RANKS, TRANSPORT, fresh, gathered, on_ranks, opened, random_case
+from gpu_cases import RANKS, SMALL, TRANSPORT, fresh, gathered, on_ranks, opened, random_case
 from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
 from tokenweave.errors import CollectiveError
 
@@ -59,7 +59,7 @@ def _options(seed: int) -> None:
     pick = random.Random(seed)
     for number in range(40):
         tokens = pick.choice([1, 2, 5, 33, 130])
-        case = random_case(pick, tokens, (torch.bfloat16, torch.float16))
+        case = random_case(pick, tokens, pick.choice(SMALL), pick.choice([torch.bfloat16, torch.float16]))
         q = Quantised(case, pick.choice([None, 0.02]), pick.random() < 0.5, pick.randrange(3))
         with opened(tokens + 4, case.hidden, case.dtype, fp8_regions=1) as workspace:
             _run(q, workspace, seed + number)

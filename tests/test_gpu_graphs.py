@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from collective_cases import EPS, bits, fresh_seed
-from gpu_cases import RANKS, check_row_count, gathered, on_ranks, opened
+from gpu_cases import RANKS, gathered, on_ranks, opened
+from row_count_cases import COUNTED, check_row_count
 from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
 
 pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
@@ -191,8 +192,9 @@ def test_graphs_of_two_channels_in_flight():
     on_ranks(_in_flight, 500, fresh_seed())
 
 
-def test_the_row_count_is_read_on_the_device():
-    on_ranks(check_row_count)
+@pytest.mark.parametrize("counted", COUNTED, ids=str)
+def test_the_row_count_is_read_on_the_device(counted):
+    on_ranks(check_row_count, counted, fresh_seed())
 
 
 def _two_streams(rounds: int) -> None:

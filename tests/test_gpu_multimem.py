@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import gpu_cases
 from collective_cases import EPS, fresh_seed
-from gpu_cases import RANKS, check_options, check_row_count, check_sizes, checked_call, fresh, on_ranks, opened
+from gpu_cases import RANKS, check_clusters, check_options, check_sizes, checked_call, fresh, on_ranks, opened
 from kernel_edits import compiled_from
+from row_count_cases import COUNTED, check_row_count
 from tokenweave.collective import fused_allreduce_rmsnorm, selftest
 from tokenweave.cuda import launch
 from tokenweave.errors import CollectiveError
@@ -43,8 +44,13 @@ def test_options_against_float64():
     on_ranks(_emulated, check_options, fresh_seed())
 
 
-def test_the_row_count_is_read_on_the_device():
-    on_ranks(_emulated, check_row_count)
+def test_clusters_against_float64():
+    on_ranks(_emulated, check_clusters, 4096, fresh_seed())
+
+
+@pytest.mark.parametrize("counted", [counted for counted in COUNTED if not counted.case.replicated], ids=str)
+def test_the_row_count_is_read_on_the_device(counted):
+    on_ranks(_emulated, check_row_count, counted, fresh_seed())
 
 
 def _without_multicast() -> str:
