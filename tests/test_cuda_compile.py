@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import multiprocessing
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -44,23 +48,36 @@ def test_a_kernel_is_compiled_once(cache, compilations):
     assert len(compilations) == len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "not JSON", "of another version"])
+def _signed(entry: bytes) -> bytes:
+    return hashlib.sha256(entry).hexdigest().encode() + b"\n" + entry
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "flipped", "flipped header", "empty", "not JSON", "no object", "too deep", "of another version"],
+)
 def test_a_damaged_entry_is_compiled_again(cache, compilations, damage):
     first = compile_kernel(SMALL, "sm_90a")
     (entry,) = cache.iterdir()
     data = entry.read_bytes()
+    header, _, cubin = data.partition(b"\n")[2].partition(b"\n")
+    assert data == _signed(header + b"\n" + cubin)
     entry.write_bytes(
         {
             "truncated": data[:-100],
             "flipped": data[:-1] + bytes([data[-1] ^ 1]),
+            "flipped header": data.replace(b'"registers": ', b'"registers": 1'),
             "empty": b"",
             "not JSON": b"{" + data,
-            "of another version": data.replace(b'"registers"', b'"regs"', 1),
+            "no object": b"5\n" + cubin,
+            "too deep": b"[" * 100_000 + b"\n" + cubin,
+            "of another version": _signed(header.replace(b'"registers"', b'"regs"') + b"\n" + cubin),
         }[damage]
     )
     assert compile_kernel(SMALL, "sm_90a") == first
     assert len(compilations) == 2
     assert entry.read_bytes() == data
+    assert set(json.loads(header)) == {"registers", "spill_bytes", "shared_bytes"}
 
 
 def test_other_sources_are_another_entry(cache, compilations, monkeypatch):
@@ -94,6 +111,40 @@ def test_processes_that_compile_at_once_agree(cache, compilations):
     compiled = compile_kernel(SMALL, "sm_90a")
     assert (compiled.registers, len(compiled.cubin)) in answers
     assert not compilations
+
+
+def test_others_may_read_an_entry_as_the_umask_says(cache):
+    before = os.umask(0o022)
+    try:
+        compile_kernel(SMALL, "sm_90a")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(entry.stat().st_mode) for entry in cache.iterdir()] == [0o644]
+
+
+@contextlib.contextmanager
+def _short_files(most: int):
+    """Files may have so many bytes, as on a disk that is full then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_once_and_nothing_is_left_there(cache, monkeypatch):
+    compiled = compile_kernel(SMALL, "sm_90a")
+    (entry,) = cache.iterdir()
+    entry.unlink()
+    told = []
+    monkeypatch.setattr(compiler.log, "warning", lambda text, *args: told.append(text % args))  # pytest's goes to files
+    with _short_files(1000):
+        assert compiler._write(entry, compiled) == compiler._write(entry, compiled) == compiled
+    assert not list(cache.iterdir())
+    (line,) = told
+    assert f"cannot be kept in {cache} (File too large)" in line
+    assert "TOKENWEAVE_CACHE" in line
 
 
 def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch, compilations):

@@ -16,22 +16,26 @@ _LEFT_BEHIND = (
 )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file, in a folder that is made where there is none.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, in a folder that is made where there is none.
 
     A link's target is what is written. Who may read a file stays as it is; a new one follows the umask. What is no regular
     file (``/dev/stdout``, ``/dev/null``, a pipe) is written to as it stands, since there is nothing to keep whole.
 
+    Args:
+        content: a text is written in UTF-8.
+
     Raises:
         OSError: it cannot be written; a file of before is as it was.
     """
+    data = content.encode() if isinstance(content, str) else content
     if (stream := _standard_stream(path)) is not None:
-        with os.fdopen(os.dup(stream), "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(os.dup(stream), "wb") as file:
+            file.write(data)
         return
     if path.exists() and not path.is_file():
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(path, "wb") as file:
+            file.write(data)
         return
     target = target_of(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -39,10 +43,10 @@ def write_whole(path: Path, text: str) -> None:
     # Short, whatever the target is called: a name of 255 bytes is one that a file can have.
     part = target.parent / f".{secrets.token_hex(8)}{_ENDING}"
     try:
-        with open(part, "x", encoding="utf-8") as file:
+        with open(part, "xb") as file:
             with contextlib.suppress(OSError):  # there is no file yet, or the file system knows no such modes
                 os.chmod(part, target.stat().st_mode & 0o777)
-            file.write(text)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target)

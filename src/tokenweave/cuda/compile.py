@@ -10,9 +10,8 @@ import hashlib
 import importlib.metadata
 import io
 import json
-import os
+import logging
 import re
-import tempfile
 import threading
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -21,6 +20,9 @@ from typing import Any, Protocol
 
 from tokenweave.cache import cache_dir
 from tokenweave.errors import CudaError
+from tokenweave.files import write_whole
+
+log = logging.getLogger(__name__)
 
 HEADERS = Path(__file__).parent / "csrc"
 """Of instructions and dtypes; every kernel can include them."""
@@ -120,28 +122,36 @@ def _compile(kernel: Instantiation, arch: str) -> Compiled:
 
 
 def _read(path: Path) -> Compiled | None:
+    """None where there is no entry, or one that is not what was written: it is compiled again."""
     try:
-        header, _, cubin = path.read_bytes().partition(b"\n")
-        meta = json.loads(header)
-        if hashlib.sha256(cubin).hexdigest() != meta.pop("sha256"):
-            return None  # cut short by a full disk, say: compile again
-        return Compiled(cubin, **meta)
-    except (OSError, ValueError, KeyError, TypeError):
+        digest, _, entry = path.read_bytes().partition(b"\n")
+        if digest != hashlib.sha256(entry).hexdigest().encode():
+            return None
+        header, _, cubin = entry.partition(b"\n")
+        return Compiled(cubin, **json.loads(header))
+    except (OSError, ValueError, TypeError):
         return None
 
 
 def _write(path: Path, compiled: Compiled) -> Compiled:
-    meta = {k: v for k, v in asdict(compiled).items() if k != "cubin"} | {
-        "sha256": hashlib.sha256(compiled.cubin).hexdigest()
-    }
+    header = {name: value for name, value in asdict(compiled).items() if name != "cubin"}
+    entry = json.dumps(header).encode() + b"\n" + compiled.cubin
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(json.dumps(meta).encode() + b"\n" + compiled.cubin)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a read-only home: every process compiles for itself, half a second a kernel
+        write_whole(path, hashlib.sha256(entry).hexdigest().encode() + b"\n" + entry)
+    except OSError as error:
+        _tell_unkept(path.parent, error.strerror or str(error))
     return compiled
+
+
+@cache
+def _tell_unkept(folder: Path, reason: str) -> None:
+    """Once a process: it may compile hundreds of kernels, half a second each."""
+    log.warning(
+        "compiled kernels cannot be kept in %s (%s): each process compiles for itself; TOKENWEAVE_CACHE names another "
+        "folder",
+        folder,
+        reason,
+    )
 
 
 @cache
