@@ -99,6 +99,12 @@ def test_the_others_refuse(words: str, capsys: pytest.CaptureFixture[str]) -> No
     assert "as many GPUs" not in refused(words, capsys)  # what is wrong is said first, wherever it runs
 
 
+@pytest.mark.parametrize("folder", ["/dev/null", "/proc/none/x"])
+def test_logs_that_cannot_be_kept(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    err = refused(f"bench vllm --model Llama-3.1-8B --logs {folder}", capsys)
+    assert f"--logs {folder}: no files can be written to it" in err
+
+
 @pytest.mark.parametrize(
     "words", ["tune --model Llama-3.1-8B", "bench latency --model Llama-3.1-8B", "trace --model Llama-3.1-8B --out x"]
 )

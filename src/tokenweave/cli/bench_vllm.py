@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenweave.cache import cache_dir
-from tokenweave.cli.arguments import check_output, check_picture, check_seed, check_time_limit, numbers, some
+from tokenweave.cli.arguments import (
+    check_folder,
+    check_output,
+    check_picture,
+    check_seed,
+    check_time_limit,
+    numbers,
+    some,
+)
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -190,6 +198,8 @@ def _check(args: argparse.Namespace) -> tuple[str, ...]:
     check_time_limit(args.time_limit)
     check_output("--json", args.json)
     check_picture("--plot", args.plot)
+    if args.logs is not None:
+        check_folder("--logs", args.logs)
     if args.kv_gib is not None and not 0 < args.kv_gib < 1e6:
         raise RequestError(f"--kv-gib {args.kv_gib}; expected a positive number")
     if args.together and args.starts > 1:
