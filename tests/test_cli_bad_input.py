@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from ranks import run_ranks
 from tokenweave.bench.vllm.configurations import model_folder
 from tokenweave.cli.arguments import PICTURES, check_folder, check_output
 from tokenweave.cli.main import main
+from tokenweave.cli.ranks import settle_ranks
 from tokenweave.errors import ModelError, ProfileError, RequestError
 from tokenweave.planning.profile_table import parse_table
 from tokenweave.simulation import read_trace
@@ -99,15 +101,50 @@ def test_the_others_refuse(words: str, capsys: pytest.CaptureFixture[str]) -> No
     assert "as many GPUs" not in refused(words, capsys)  # what is wrong is said first, wherever it runs
 
 
+COMMANDS_ON_RANKS = ("trace --model Llama-3.1-8B --out x", "tune --model Llama-3.1-8B", "bench kernel",
+                     "bench latency --model Llama-3.1-8B")  # fmt: skip
+
+
+def _as_torchrun_starts(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("words", COMMANDS_ON_RANKS)
+def test_ranks_are_as_many_as_torchrun_started(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _as_torchrun_starts(2, monkeypatch)
+    err = refused(f"{words} --tp 4", capsys)
+    assert "--tp 4, but this process was started as one of WORLD_SIZE=2 ranks" in err
+    _as_torchrun_starts(9, monkeypatch)
+    assert "WORLD_SIZE=9 in the environment; expected 2 to 8" in refused(words, capsys)
+
+
+def test_without_tp_there_are_as_many_ranks_as_torchrun_started_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settled(tp: int | None) -> int:
+        args = argparse.Namespace(tp=tp, time_limit=1.0)
+        settle_ranks(args)
+        return args.tp
+
+    assert [settled(None), settled(4)] == [2, 4]
+    _as_torchrun_starts(4, monkeypatch)
+    assert [settled(None), settled(4)] == [4, 4]
+
+
 @pytest.mark.parametrize("folder", ["/dev/null", "/proc/none/x"])
 def test_logs_that_cannot_be_kept(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     err = refused(f"bench vllm --model Llama-3.1-8B --logs {folder}", capsys)
     assert f"--logs {folder}: no files can be written to it" in err
 
 
-@pytest.mark.parametrize(
-    "words", ["tune --model Llama-3.1-8B", "bench latency --model Llama-3.1-8B", "trace --model Llama-3.1-8B --out x"]
-)
+@pytest.mark.parametrize("words", [words for words in COMMANDS_ON_RANKS if "--model" in words])
 def test_an_attention_kernel_that_is_none_is_told_before_any_rank_starts(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

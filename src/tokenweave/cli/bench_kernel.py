@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_output, check_picture, check_seed, numbers, some
-from tokenweave.cli.ranks import check_ranks, instruments, run_on_ranks
+from tokenweave.cli.ranks import instruments, run_on_ranks, settle_ranks
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ OPTIONS = (
 def add_parser(kinds: Any) -> None:
     summary = "the fused collective against the baselines"
     parser = kinds.add_parser("kernel", help=summary, description=f"Measure {summary}, in one run.")
-    parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
+    parser.add_argument("--tp", type=int, help="ranks, a GPU each (default 2; under torchrun: as many as it started)")
     parser.add_argument("--hidden", default="4096", help="row sizes, separated by commas (default %(default)s)")
     parser.add_argument("--tokens", help=f"rows of a call, separated by commas (default {_TOKENS})")
     parser.add_argument("--ctas", default="4,8,12", help="blocks of the two-shot kernel (default %(default)s)")
@@ -91,7 +91,7 @@ def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
     from tokenweave.bench.timing import MIN_ROUNDS
 
-    check_ranks(args)
+    settle_ranks(args)
     wrong = [hidden for hidden in numbers("--hidden", args.hidden) if hidden % 8 or hidden > 16384]
     if wrong:
         raise RequestError(f"--hidden {wrong[0]}; expected multiples of 8 up to 16384")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_output, check_picture, check_seed, numbers, some
 from tokenweave.cli.model import check_model, model_of, planner_of
-from tokenweave.cli.ranks import check_ranks, instruments, run_on_ranks
+from tokenweave.cli.ranks import instruments, run_on_ranks, settle_ranks
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def add_parser(kinds: Any) -> None:
     summary = "a prefill step: sequential, fused, woven, and the reference without communication"
     parser = kinds.add_parser("latency", help=summary, description=f"Measure {summary}, in one run.")
     parser.add_argument("--model", required=True, help="folder, .gguf file, or the name of a built-in configuration")
-    parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
+    parser.add_argument("--tp", type=int, help="ranks, a GPU each (default 2; under torchrun: as many as it started)")
     parser.add_argument("--tokens", default="512,1024,2048,4096,8192", help="of the prompt (default %(default)s)")
     parser.add_argument("--modes", default=_MODES, help="default %(default)s")
     parser.add_argument("--baselines", default=_BASELINES, help="of the sequential step (default %(default)s)")
@@ -112,7 +112,7 @@ def _check(args: argparse.Namespace) -> None:
     from tokenweave.bench.latency.sequential import BASELINES
     from tokenweave.bench.timing import MIN_ROUNDS
 
-    check_ranks(args)
+    settle_ranks(args)
     numbers("--tokens", args.tokens)
     some("--modes", args.modes, MODES)
     some("--baselines", args.baselines, BASELINES)

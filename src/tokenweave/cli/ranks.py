@@ -15,11 +15,31 @@ if TYPE_CHECKING:
     from tokenweave.bench.timing import GraphClock
 
 
-def check_ranks(args: argparse.Namespace) -> None:
-    """Refuses a ``--tp`` or a ``--time-limit`` that no group of ranks could have."""
-    if not 2 <= args.tp <= 8:
-        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
+def settle_ranks(args: argparse.Namespace) -> None:
+    """Makes ``args.tp`` the number of ranks: torchrun's, else what was asked for, else 2. Checks ``--time-limit`` too.
+
+    Raises:
+        RequestError: ``--tp`` is not the number that torchrun started, or one that no group of ranks could have.
+    """
+    from tokenweave.bench.launch import launched
+
     check_time_limit(args.time_limit)
+    if launched():
+        from tokenweave.peers import environment_number
+
+        started = environment_number("WORLD_SIZE", 0)
+        if args.tp not in (None, started):
+            raise RequestError(
+                f"--tp {args.tp}, but this process was started as one of WORLD_SIZE={started} ranks: leave --tp out, or start "
+                f"{args.tp} processes, or one alone, which starts its own"
+            )
+        if not 2 <= started <= 8:
+            raise RequestError(f"WORLD_SIZE={started} in the environment; expected 2 to 8 ranks")
+        args.tp = started
+    elif args.tp is None:
+        args.tp = 2
+    elif not 2 <= args.tp <= 8:
+        raise RequestError(f"--tp {args.tp}; expected 2 to 8")
 
 
 def run_on_ranks(

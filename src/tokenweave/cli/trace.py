@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_folder, check_seed, numbers
 from tokenweave.cli.model import check_model, model_of, planner_of
-from tokenweave.cli.ranks import check_ranks, run_on_ranks
+from tokenweave.cli.ranks import run_on_ranks, settle_ranks
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", required=True, help="folder, .gguf file, or the name of a built-in configuration")
     parser.add_argument("--tokens", default="2048", help="of the prompt (default %(default)s)")
     parser.add_argument("--mode", default="woven", choices=_MODES, help="default %(default)s")
-    parser.add_argument("--tp", type=int, default=2, help="ranks (default 2); under torchrun: its own")
+    parser.add_argument("--tp", type=int, help="ranks (default 2; under torchrun: as many as it started)")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="for traces and pictures; made if need be"
     )
@@ -176,7 +176,7 @@ def _report(
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before any rank starts."""
-    check_ranks(args)
+    settle_ranks(args)
     tokens = numbers("--tokens", args.tokens)
     least = 2 if args.mode == "woven" else 1
     if len(tokens) != 1 or tokens[0] < least:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenweave.cli.arguments import check_output, numbers
 from tokenweave.cli.model import planner_of
-from tokenweave.cli.ranks import check_ranks, instruments, run_on_ranks
+from tokenweave.cli.ranks import instruments, run_on_ranks, settle_ranks
 from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _OF_TUNING, _OF_VERIFY = ("max_tokens", "seconds"), ("tokens", "layers", "sweep"
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("tune", help="measure a model's parts on this machine's GPUs, for the planner")
     parser.add_argument("--model", required=True, help="folder, .gguf file, or the name of a built-in configuration")
-    parser.add_argument("--tp", type=int, default=2, help="ranks, a GPU each (default 2); under torchrun: its own")
+    parser.add_argument("--tp", type=int, help="ranks, a GPU each (default 2; under torchrun: as many as it started)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -68,7 +68,7 @@ def _check(args: argparse.Namespace) -> None:
     from tokenweave.planning.cost import MOST_TOKENS
     from tokenweave.planning.profile_table import read_table
 
-    check_ranks(args)
+    settle_ranks(args)
     asked_attention()
     given = [name for name in (_OF_TUNING if args.verify else _OF_VERIFY) if getattr(args, name) not in (None, False)]
     if given:
