@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 
 from collective_cases import fresh_seed
+from engine_cases import built, errors_of, same_bits
 from ranks import run_ranks
+from shared_gpu import shares_gpu
 from tiny_llama import answers, new_requests, save_tiny_llama
 from tokenweave import LLM, execution
 from tokenweave.engine import graphs
 from tokenweave.engine.batch import Chunk, rows_of
 from tokenweave.engine.build import EngineArgs, build_engine, engine_around
+from tokenweave.engine.engine import Engine
 from tokenweave.engine.sampling import SamplingParams
 from tokenweave.errors import TokenWeaveError
-from tokenweave.models import load_tokenizer
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.dummy import dummy_model
 from tokenweave.planning.plan import Mode, Plan
@@ -60,19 +62,18 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _engine(config: ModelConfig, dtype: torch.dtype, **options):
+def _engine(config: ModelConfig, dtype: torch.dtype, *, alike_experts: bool = False) -> Engine:
     rank, world = dist.get_rank(), dist.get_world_size()
     where = {"rank": rank, "world_size": world, "group": dist.group.WORLD, "dtype": dtype, "device": _device()}
-    model = dummy_model(config, **where)
+    model = dummy_model(config, **where, alike_experts=alike_experts)
     args = EngineArgs(
         "unused",
         world,
         dtype=str(dtype).removeprefix("torch."),
-        device="cuda",
+        device=_device().type,
         max_batch_tokens=LARGEST,
         cache_tokens=CACHE,
         max_context=1024,
-        **options,
     )
     engine = engine_around(model, args, dist.group.WORLD, _device(), lambda: None)
     for tensor in engine.cache.keys + engine.cache.values:
@@ -109,54 +110,50 @@ def _plans(rows: int, pick: random.Random, sms: int) -> list[Plan]:
     return plans
 
 
-def _same_bits(x: torch.Tensor) -> None:
-    if not x.numel():
-        return
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    assert all(torch.equal(part, parts[0]) for part in parts), "ranks hold different bits"
-
-
 def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str, share: float = 1.0) -> float:
     """Most of the rows (``share`` of them) are within ``tolerance`` of the expected ones; returns the largest error."""
-    assert got.shape == expected.shape, what
-    assert torch.isfinite(got).all(), f"{what}: not finite"
+    errors = errors_of(got, expected, what)
     if not len(got):
         return 0.0
-    errors = (got - expected).norm(dim=1) / expected.norm(dim=1)
     kth = errors.sort().values[max(0, int(len(errors) * share) - 1)]
     assert kth <= tolerance, f"{what}: {float(kth):.2e} of {tolerance:.0e}; rows {errors.tolist()}"
     return float(errors.max())
 
 
-def _modes_agree(name: str, dtype: torch.dtype, seed: int) -> tuple[float, int]:
+def _logits(engine: Engine, rows: torch.Tensor, what: str) -> torch.Tensor:
+    """Of these rows, after a look at the bits that other ranks have of both."""
+    same_bits(rows, f"rows, {what}")
+    logits = engine.model.logits(rows)
+    same_bits(logits, f"logits, {what}")
+    return logits
+
+
+def _modes_agree(name: str, dtype: torch.dtype, seed: int, share: float = 1.0) -> tuple[float, int]:
+    """``share``: of the rows, how many are looked at. All of them are where experts are alike: in bf16 a row whose best experts
+    are nearly equal may go to another one, which then computes the same."""
     config = FAMILIES[name]
-    engine = _engine(config, dtype)
+    engine = _engine(config, dtype, alike_experts=dtype == torch.bfloat16 and share == 1.0)
     step_graphs, pick = engine.graphs, random.Random(seed)
     assert (step_graphs is not None) == (dtype == torch.bfloat16), "graphs need FlashAttention's dtypes"
     sms = torch.cuda.get_device_properties(_device()).multi_processor_count
-    # A row whose two best experts are nearly equal may go to another one in bf16.
-    share = 0.7 if config.experts and dtype == torch.bfloat16 else 1.0
     worst = 0.0
     with torch.inference_mode():
         for kind in ("decode", "prompt", "mixed", "mixed"):
             chunks = _step(pick, config.vocab, kind)
             engine.graphs = None
-            expected = engine.model.logits(engine.forward(chunks, Plan(Mode.SEQUENTIAL)))
+            expected = _logits(engine, engine.forward(chunks, Plan(Mode.SEQUENTIAL)), f"{name} {kind} sequential")
             for plan in _plans(rows_of(chunks), pick, sms):
                 what = f"{name} {dtype} {kind} {rows_of(chunks)} rows {plan}"
                 engine.graphs = None
-                rows = engine.forward(chunks, plan)
-                _same_bits(rows)
-                worst = max(worst, _close(engine.model.logits(rows), expected, TOLERANCE[dtype], what, share))
+                logits = _logits(engine, engine.forward(chunks, plan), what)
+                worst = max(worst, _close(logits, expected, TOLERANCE[dtype], what, share))
                 if step_graphs is None:
                     continue
                 engine.graphs = step_graphs
                 first, captured, replayed = (engine.forward(chunks, plan) for _ in range(3))
                 assert torch.equal(first, captured), f"{what}: the graph computes something else"
                 assert torch.equal(first, replayed), f"{what}: the second replay differs"
-                _same_bits(replayed)
-                logits = engine.model.logits(replayed)
+                logits = _logits(engine, replayed, f"{what}, graph")
                 worst = max(worst, _close(logits, expected, TOLERANCE[dtype], f"{what}, graph", share))
     replays = 0 if step_graphs is None else step_graphs.replays
     engine.graphs = step_graphs
@@ -170,6 +167,13 @@ def test_modes_and_graphs_agree(name, dtype):
     worst, replays = _ranks(_modes_agree, name, dtype, fresh_seed())[0]
     print(f"{name} {dtype}: largest relative error {worst:.1e}, {replays} replays")
     assert replays or dtype == torch.float32
+
+
+def test_modes_agree_where_experts_differ():
+    """bf16: some rows of two right steps go to other experts, and are unrelated; not most of them."""
+    worst, replays = _ranks(_modes_agree, "mixtral", torch.bfloat16, fresh_seed(), 0.7)[0]
+    print(f"largest relative error {worst:.1e}, {replays} replays")
+    assert replays
 
 
 def _two_shot(seed: int) -> tuple[float, int]:
@@ -203,9 +207,8 @@ def _many_steps(count: int, seed: int) -> dict[str, float]:
             engine.graphs = None
             expected = engine.model.logits(engine.forward(chunks, Plan(Mode.SEQUENTIAL)))
             engine.graphs = None if pick.random() < 0.2 else step_graphs
-            rows = engine.forward(chunks, plan)
-            _same_bits(rows)
-            worst = max(worst, _close(engine.model.logits(rows), expected, TOLERANCE[torch.bfloat16], str(plan)))
+            logits = _logits(engine, engine.forward(chunks, plan), str(plan))
+            worst = max(worst, _close(logits, expected, TOLERANCE[torch.bfloat16], str(plan)))
     seconds = time.perf_counter() - began
     found = {"worst": worst, "graphs": step_graphs.graphs, "replays": step_graphs.replays, "seconds": seconds}
     found["MiB"] = step_graphs.bytes / 2**20
@@ -233,7 +236,7 @@ def _generated(path: str, dtype: str, mode: str, captured: bool, prompts: list[l
         cache_tokens=600,
         graphs=captured,
     )
-    engine = build_engine(args, rank=dist.get_rank(), group=dist.group.WORLD)
+    engine = built(args)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     got = answers(engine, new_requests(prompts, params))
     modes = [step.mode for step in engine.steps]
@@ -281,62 +284,10 @@ def test_generation_with_graphs(tiny, mode):
     assert replays > len(modes) // 3
 
 
-# ---- real weights
-
-TEXT = "<|im_start|>user\nWrite a haiku about the sea, please.<|im_end|>\n<|im_start|>assistant\n"
-
-
-def _smollm2(path: str, dtype: str, mode: str, device: str) -> tuple[list[list[int]], list[str]]:
-    """Greedy tokens of three requests of different lengths, and the modes of the steps."""
-    single = device == "cpu"
-    args = EngineArgs(
-        path,
-        1 if single else dist.get_world_size(),
-        dtype=dtype,
-        device=device,
-        mode=mode,
-        max_batch_tokens=64,
-        cache_tokens=1200,
-        max_context=400,
-    )
-    group = None if single else dist.group.WORLD
-    engine = build_engine(args, rank=0 if single else dist.get_rank(), group=group)
-    ids = load_tokenizer(path).encode(TEXT)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    got = answers(engine, new_requests([ids, ids[:7], ids + ids], params))
-    modes = [str(step.mode) for step in engine.steps]
-    engine.close()
-    return [tokens for tokens, _ in got], modes
-
-
-@pytest.fixture(scope="module")
-def smollm2_on_cpu(smollm2_gguf):
-    return _smollm2(str(smollm2_gguf), "float32", "sequential", "cpu")[0]
-
-
-@pytest.mark.parametrize("mode", ["sequential", "fused", "woven", "auto"])
-def test_smollm2_writes_the_cpus_text(smollm2_gguf, smollm2_on_cpu, mode):
-    for tokens, _ in _ranks(_smollm2, str(smollm2_gguf), "float32", mode, "cuda"):
-        assert tokens == smollm2_on_cpu
-
-
-def test_smollm2_in_bf16(smollm2_gguf, smollm2_on_cpu):
-    """A tie that bf16 breaks the other way changes the rest of a text, so only the first tokens are compared with fp32's;
-    between ranks all of them."""
-    for mode in ("fused", "woven"):
-        results = _ranks(_smollm2, str(smollm2_gguf), "bfloat16", mode, "cuda")
-        assert all(result == results[0] for result in results)
-        same = [
-            next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), len(want))
-            for got, want in zip(results[0][0], smollm2_on_cpu, strict=True)
-        ]
-        print(f"{mode}: the first {same} of 24 tokens are fp32's")
-        assert sum(same) >= 24
-
-
 # ---- a rank that dies
 
 
+@pytest.mark.skipif(shares_gpu(), reason="the ranks that LLM starts need a GPU each")
 def test_a_killed_rank_ends_the_others(tiny):
     """Generation on all ranks, one of them killed: the caller gets an exception that names it, within the time limit."""
     llm = LLM(tiny, RANKS, device="cuda", dtype="bfloat16", mode="woven", cache_tokens=2000)
