@@ -216,10 +216,30 @@ def test_a_rank_that_hangs_while_another_fails_is_ended(model, tmp_path, monkeyp
         tmp_path, monkeypatch, "if rank == 0:\n    time.sleep(1000)\nraise RuntimeError('Connection closed by peer')"
     )
     began = time.monotonic()
-    with pytest.raises(RankDied, match="rank 1 died: RuntimeError: Connection closed"):
+    told = r"^rank 1 lost a peer \(Connection closed by peer\); .*; nothing was heard of rank 0$"
+    with pytest.raises(CollectiveError, match=told):
         LLM(model, 2, device="cpu")
     assert time.monotonic() - began < 60
     assert not ranks_of(os.getpid())
+
+
+def test_a_rank_that_stops_is_waited_for_and_named(model, tmp_path, monkeypatch, capfd):
+    code = (
+        "import datetime\nimport torch.distributed as dist\n"
+        "dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)"
+    )
+    sabotage(tmp_path, monkeypatch, code)
+    llm = LLM(model, 2, device="cpu")
+    processes = list(llm._ranks.processes)
+
+    def on_token(token):
+        os.kill(processes[1].pid, signal.SIGSTOP)
+
+    told = r"^rank 0 waited .* minutes for a peer that did not come \(.*\); .*; nothing was heard of rank 1$"
+    with pytest.raises(CollectiveError, match=told):
+        llm.generate("w1", LONG, on_token=on_token)
+    assert_nothing_is_left(processes)
+    assert capfd.readouterr().err == ""
 
 
 def start_cli(model, *arguments):

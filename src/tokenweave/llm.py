@@ -110,7 +110,7 @@ class LLM:
         ModelError: the model cannot be loaded.
         RequestError: an argument out of its range; under torchrun also where the ranks were given different ones.
         RankDied: a rank's process ended while loading.
-        CollectiveError: under torchrun: another rank never came, is gone, or could not load its part.
+        CollectiveError: another rank never came, or not in time; under torchrun also: it is gone, or could not load its part.
     """
 
     def __init__(

@@ -55,6 +55,7 @@ class RankProcesses:
     Raises:
         TokenWeaveError: what a rank raised while it loaded, once.
         RankDied: a rank's process ended.
+        CollectiveError: a rank's process lives, and the others waited for it in vain.
     """
 
     def __init__(self, args: EngineArgs, show_progress: bool = True) -> None:
@@ -191,7 +192,9 @@ class RankProcesses:
         self.kill()
         trace = RankTraceback(f"on rank {rank}:\n{failure.trace}")
         if failure.error is not None:
-            raise getattr(errors, failure.error)(failure.message) from trace
+            silent = [str(other) for other in range(len(self._connections)) if other not in heard]
+            where = f"; nothing was heard of rank {', '.join(silent)}" if silent and failure.secondary else ""
+            raise getattr(errors, failure.error)(failure.message + where) from trace
         raise RankDied(rank, failure.message) from trace
 
     def _join(self) -> None:

@@ -20,7 +20,7 @@ from tokenweave.engine.engine import Engine
 from tokenweave.engine.messages import Failure, WorkerArgs
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
-from tokenweave.peers import PEER_TIMEOUT, end_with
+from tokenweave.peers import PEER_TIMEOUT, end_with, lost_peer_is_told
 
 
 def main(fd: int) -> NoReturn:
@@ -38,12 +38,13 @@ def _serve(connection: Connection) -> int:
     inbox: queue.SimpleQueue[list[NewRequest] | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
     try:
-        engine = _start(args, connection)
-        connection.send(("ready",))
-        while (requests := inbox.get()) is not None:
-            _generate(engine, requests, connection, args.rank)
-        engine.close()
-        dist.destroy_process_group()
+        with lost_peer_is_told(args.rank):
+            engine = _start(args, connection)
+            connection.send(("ready",))
+            while (requests := inbox.get()) is not None:
+                _generate(engine, requests, connection, args.rank)
+            engine.close()
+            dist.destroy_process_group()
     except BaseException as error:
         with contextlib.suppress(OSError):
             connection.send(("failed", Failure.of(error)))
