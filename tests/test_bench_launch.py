@@ -123,20 +123,36 @@ def test_a_rank_whose_parent_is_gone_before_it_could_ask_for_its_end_ends_too() 
         assert (done.stdout == "goes on\n") == goes_on == (done.returncode == 0), done.stderr
 
 
-def test_ranks_that_do_not_listen_are_ended_too(tmp_path: Path) -> None:
+def run_ranks_of(code: str, tmp_path: Path, time_limit: float, grace: float) -> subprocess.CompletedProcess[str]:
+    """``launch.run_ranks`` of three ranks that run ``code``, with the path of a file as their argument."""
     fake = tmp_path / "python"
+    fake.write_text(f"#!{sys.executable}\n{code}")
+    fake.chmod(0o755)
+    program = (
+        f"import sys\nfrom tokenweave.bench import launch\nlaunch.sys.executable, launch._GRACE = sys.argv[1], {grace}\n"
+        f"sys.exit(launch.run_ranks([{str(tmp_path / 'pid')!r}], 3, {time_limit}))"
+    )
+    return subprocess.run([sys.executable, "-c", program, str(fake)], timeout=60, capture_output=True, text=True)
+
+
+def test_a_rank_that_was_killed_is_named_since_it_could_not_speak_for_itself(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if os.environ['RANK'] == '2':\n    time.sleep(60)\ntime.sleep(0.5)\nsys.exit(2)\n"
+    )
+    done = run_ranks_of(code, tmp_path, 30, grace=1.5)
+    assert done.returncode == 128 + signal.SIGKILL
+    killed = "rank 1 was killed by SIGKILL, as the kernel does where memory runs out"
+    assert done.stderr == f"tokenweave: {killed}; the others are ended\n"
+
+
+def test_ranks_that_do_not_listen_are_ended_too(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "open(sys.argv[-1] + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
     )
-    fake.write_text(f"#!{sys.executable}\n{code}")
-    fake.chmod(0o755)
-    program = (
-        "import sys\nfrom tokenweave.bench import launch\nlaunch.sys.executable = sys.argv[1]\n"
-        f"sys.exit(launch.run_ranks([{str(tmp_path / 'pid')!r}], 3, 1.5))"
-    )
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program, str(fake)], timeout=60, capture_output=True)
+    done = run_ranks_of(code, tmp_path, 1.5, grace=5)
     assert done.returncode == 124
     assert time.monotonic() - began < 20, "they are waited for together, not one by one"
     for rank in range(3):

@@ -113,7 +113,7 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
     """``python -m tokenweave ARGUMENTS`` on ``world_size`` processes of this machine, their output passed through.
 
     Returns:
-        0, or the exit code of the first rank that failed. The others are ended, as all are after ``time_limit`` seconds
+        0, or the exit code of the first rank that failed; one that was killed is named. The others are ended, as all are after ``time_limit`` seconds
         (code 124): a rank that waits for another on its GPU would wait for ever. They end with this process too, however
         it ends (on Linux).
     """
@@ -138,9 +138,10 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
             )
         while True:
             codes = [rank.poll() for rank in ranks]
-            failed = next((code for code in codes if code), None)
+            failed = min((code for code in codes if code), default=None)  # one that was killed first: the others' cause
             if failed is not None:
                 _wait(ranks, time.monotonic() + _GRACE)
+                _tell_killed(ranks)
                 return failed if failed > 0 else 128 - failed  # killed by a signal
             if None not in codes:
                 return 0
@@ -152,6 +153,15 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
         _end(ranks)
         for told, handler in before.items():
             signal.signal(told, handler)
+
+
+def _tell_killed(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Names the ranks that a signal has ended: they could not say so themselves, and the others know of a lost peer alone."""
+    for number, rank in enumerate(ranks):
+        if (code := rank.poll()) is not None and code < 0:
+            why = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
+            told = f"rank {number} was killed by {signal.Signals(-code).name}{why}; the others are ended"
+            print(f"tokenweave: {told}", file=sys.stderr, flush=True)
 
 
 def _until_told_to_end(run_rank: Callable[[], int]) -> int:
