@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from ranks import run_ranks
 from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
 from tokenweave.collective.workspace import find
 from tokenweave.errors import CollectiveError, TokenWeaveError
@@ -117,12 +121,87 @@ def test_what_the_contract_allows_is_accepted(workspace):
         ({"time_limit": -1.0}, "time_limit=-1.0"),  # as nanoseconds without a sign: for ever
         ({"time_limit": float("nan")}, "time_limit=nan"),
         ({"time_limit": float("inf")}, "time_limit=inf"),
+        ({"time_limit": "20"}, "time_limit='20'; expected seconds"),
+        ({"device": "cpux"}, "device='cpux': .*device"),
+        (
+            {"max_tokens": 10**13},
+            r"no 1\.19e\+06 GiB on cpu for 2 regions .*max_tokens=10000000000000.*; lower max_tokens",
+        ),
     ],
 )
 def test_a_workspace_refuses_what_it_cannot_be(changes, message):
     arguments = {"max_tokens": 8, "hidden": 16, "dtype": torch.float32, **changes}
     with pytest.raises(CollectiveError, match=message):
         Workspace(None, **arguments)
+
+
+def test_a_device_without_an_index_is_the_current_one():
+    with Workspace(None, max_tokens=8, hidden=16, dtype=torch.float32, device="cpu:0") as made:
+        assert made.device == made.buffer(1).device
+        assert _call(made, partial=made.buffer(4))[0].shape == (4, 16)
+
+
+def _made(*each: dict) -> str:
+    """Each rank makes a workspace with its own arguments; what is raised, else that it was made."""
+    mine = {"max_tokens": 8, "hidden": 64, "dtype": torch.bfloat16, **each[dist.get_rank()]}
+    try:
+        with Workspace(dist.group.WORLD, **mine) as made:
+            return f"made of {made.hidden}"
+    except CollectiveError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "usual"),
+    [
+        ("max_tokens", 9, "8"),
+        ("hidden", 128, "64"),
+        ("dtype", torch.float16, "torch.bfloat16"),
+        ("channels", 1, "2"),
+        ("regions", 1, "2"),
+        ("fp8_regions", 1, "0"),
+        ("staging", False, "True"),
+        ("transport", "torch", r"'auto' \(torch here\)"),
+    ],
+)
+def test_ranks_that_make_different_workspaces_are_told_at_once_on_all(name, value, usual):
+    for text in run_ranks(3, _made, {}, {}, {name: value}, timeout=20):
+        assert re.search(rf"rank 2 was given {name}=.*{value}.*, and rank 0 {name}={usual};", text)
+    assert (
+        run_ranks(3, _made, {}, {"time_limit": 3.0}, {}) == ["made of 64"] * 3
+    )  # each rank's own; and they are in step
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden": 12}, "hidden=12; expected a multiple of 8"),
+        ({"max_tokens": 10**13}, "lower max_tokens"),
+        ({"device": "cpux"}, "device='cpux'"),
+        ({"transport": "p2p"}, "p2p needs NVIDIA GPUs"),
+    ],
+)
+def test_what_one_rank_cannot_make_no_rank_has(wrong, changes, message):
+    found = run_ranks(2, _made, *[changes if rank == wrong else {} for rank in range(2)], timeout=20)
+    assert message in found[wrong]
+    assert found[wrong].startswith("Workspace: ")
+    assert found[1 - wrong] == f"rank {wrong} cannot make its part of the workspace: {found[wrong]}"
+
+
+def _of_another_group() -> str:
+    group = dist.new_group([0])
+    try:
+        Workspace(group, max_tokens=8, hidden=16, dtype=torch.float32).close()
+    except CollectiveError as error:
+        return str(error)
+    return "made"
+
+
+def test_a_rank_outside_the_group_has_no_workspace_of_it():
+    made, refused = run_ranks(2, _of_another_group)
+    assert made == "made"
+    assert "rank 1 of the job is not in the group" in refused
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tokenweave.collective import cuda_backend, selftest, workspace
+from tokenweave.collective import agreement, cuda_backend, selftest, workspace
 from tokenweave.collective import fused_allreduce_rmsnorm as fused
 from tokenweave.collective.arguments import MAX_BLOCKS
 from tokenweave.collective.kernels import HAS_RESIDUAL, ROW_COUNT, ROWS, ring_depth
@@ -62,6 +62,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(workspace, "allocate", allocate)
     monkeypatch.setattr(workspace, "choose_transport", lambda *_: ("p2p", "a test"))
     monkeypatch.setattr(selftest, "failure", lambda of: None)
+    monkeypatch.setattr(agreement, "_exchanged", lambda *values: None)  # there is no other rank
     monkeypatch.setattr(workspace.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(workspace.dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(workspace.dist, "get_world_size", lambda group=None: 2)

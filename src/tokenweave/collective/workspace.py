@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from numbers import Integral
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from tokenweave.collective import fp8
+from tokenweave.collective.agreement import agreed, check_arguments, placed
 from tokenweave.collective.symmetric import Symmetric, allocate, multicast_switched_off
 from tokenweave.errors import CollectiveError
 
@@ -23,7 +23,8 @@ _open: dict[str, Workspace] = {}
 class Workspace:
     """Buffers that partial sums are written to and normalised rows are read from, for one tensor-parallel group.
 
-    Every rank of ``group`` creates it, with the same arguments and in the same order.
+    Every rank of ``group`` creates it, with the same arguments (but for ``time_limit``) and in the same order; they are
+    compared, and what is wrong on one rank is an error on all.
 
     Args:
         group: the tensor-parallel process group (never WORLD by accident: None is accepted only for a single rank
@@ -31,7 +32,7 @@ class Workspace:
         max_tokens: rows of a region; the largest step.
         hidden: elements of a row, a multiple of 8 up to 16384.
         dtype: torch.bfloat16, torch.float16 or torch.float32.
-        device: of the buffers.
+        device: of the buffers; ``"cuda"`` is the current GPU.
         channels: how many collectives may be in flight at once (one per stream).
         regions: independent buffers of [max_tokens, hidden]; two allow stages that are not ``in_place``.
         staging: two more regions, for partial sums and results that are not in the workspace; without them such calls
@@ -52,7 +53,8 @@ class Workspace:
         collectives, bytes_sent, copies: counters since creation; copies of whole batches into or out of the staging.
 
     Raises:
-        CollectiveError: arguments out of range, or a transport that cannot run here or fails its self-test was asked for.
+        CollectiveError: arguments out of range or not those of the other ranks, no memory, a group without this rank, or a
+            transport that cannot run here or fails its self-test was asked for.
     """
 
     def __init__(
@@ -70,45 +72,38 @@ class Workspace:
         transport: str = "auto",
         time_limit: float = 20.0,
     ) -> None:
-        counts = {"hidden": hidden, "max_tokens": max_tokens, "channels": channels, "regions": regions}
-        for name, count in {**counts, "fp8_regions": fp8_regions}.items():
-            if not isinstance(count, Integral):
-                raise CollectiveError(f"Workspace: {name}={count!r}; expected a whole number")
-        if hidden < 8 or hidden % 8 or hidden > 16384:
-            raise CollectiveError(f"Workspace: hidden={hidden}; expected a multiple of 8 from 8 to 16384")
-        if max_tokens < 1:
-            raise CollectiveError(f"Workspace: max_tokens={max_tokens}; expected at least 1")
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise CollectiveError(f"Workspace: dtype={dtype}; expected torch.bfloat16, torch.float16 or torch.float32")
-        if channels < 1 or regions < 1:
-            raise CollectiveError(f"Workspace: channels={channels}, regions={regions}; expected at least 1 of each")
-        if fp8_regions < 0:
-            raise CollectiveError(f"Workspace: fp8_regions={fp8_regions}; expected 0 or more")
-        if not 0 < time_limit <= 1e9:  # kernels count nanoseconds in 64 bits
-            raise CollectiveError(f"Workspace: time_limit={time_limit}; expected seconds, more than 0 and at most 1e9")
         self.group = group
         self.max_tokens, self.hidden, self.dtype = max_tokens, hidden, dtype
-        self.device = torch.device(device)
         self.channels, self.regions, self.fp8_regions = channels, regions, fp8_regions
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+        if self.rank < 0:
+            raise CollectiveError(
+                f"Workspace: rank {dist.get_rank()} of the job is not in the group that it was given; the group's own ranks "
+                "create its workspace"
+            )
         self.time_limit = time_limit
         self.collectives = 0
         self.bytes_sent = 0
         self.copies = 0
         self.symmetric: Symmetric | None = None
         self.handle = f"tokenweave-{next(_names)}"
-        self.transport, self.reason = choose_transport(transport, self.device, self.world_size)
         self._staging = staging
         self._data: torch.Tensor | None = None
         self._fp8: torch.Tensor | None = None
         self._scales: torch.Tensor | None = None
+        sizes = {"max_tokens": max_tokens, "hidden": hidden, "channels": channels, "regions": regions}
+        sizes["fp8_regions"] = fp8_regions
+        with agreed(group) as same:
+            check_arguments(**sizes, dtype=dtype, time_limit=time_limit)
+            self.device = placed(device)
+            self.transport, self.reason = choose_transport(transport, self.device, self.world_size)
+            if self.transport == "torch":
+                self._allocate()
+            same.update(sizes, dtype=dtype, staging=staging, device=self.device)
+            same["transport"] = f"{transport!r} ({self.transport} here)"
         if self.transport != "torch":
             self._set_up_gpus(transport)
-        if self.transport == "torch":
-            self._data = torch.zeros(regions, max_tokens, hidden, dtype=dtype, device=self.device)
-            self._fp8 = torch.zeros(fp8_regions, max_tokens, hidden, dtype=fp8.DTYPE, device=self.device)
-            self._scales = torch.zeros(fp8_regions, max_tokens, device=self.device)
         if self.rank == 0:
             log.info("collectives run on the %s transport: %s", self.transport, self.reason)
         _open[self.handle] = self
@@ -219,6 +214,25 @@ class Workspace:
             if asked != "auto":
                 raise
             self.transport, self.reason = "torch", str(error)
+        with agreed(group) as same:
+            self._allocate()
+            same["device"] = self.device
+
+    def _allocate(self) -> None:
+        """The ``torch`` transport's memory: nobody else's to reach, so it has no staging."""
+        shape = (self.max_tokens, self.hidden)
+        try:
+            self._data = torch.zeros(self.regions, *shape, dtype=self.dtype, device=self.device)
+            self._fp8 = torch.zeros(self.fp8_regions, *shape, dtype=fp8.DTYPE, device=self.device)
+            self._scales = torch.zeros(self.fp8_regions, self.max_tokens, device=self.device)
+        except RuntimeError as error:
+            self._release()
+            size = self.max_tokens * self.hidden * (self.regions * self.dtype.itemsize + self.fp8_regions)
+            raise CollectiveError(
+                f"Workspace: no {size / 2**30:.3g} GiB on {self.device} for {self.regions} regions and {self.fp8_regions} fp8 "
+                f"regions of max_tokens={self.max_tokens} rows of hidden={self.hidden}: {str(error).splitlines()[0]}; lower "
+                "max_tokens"
+            ) from error
 
     def close(self) -> None:
         """Releases the memory, and the group: one that outlives ``dist.destroy_process_group`` may abort the program as it
