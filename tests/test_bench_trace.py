@@ -1,8 +1,12 @@
 """``tokenweave trace``: on two CPU ranks as it is, and what it reads out of a GPU's trace."""
 
+import errno
 import gzip
 import json
+import os
+import tempfile
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tokenweave.bench.steps import PrefillSteps, norm_alone
 from tokenweave.bench.trace.events import Span, gpu_spans, kind_of, layer_of, summary, tagged, union_us
-from tokenweave.bench.trace.record import Recorder, annotated
+from tokenweave.bench.trace.record import Recorder, _exported, annotated
 from tokenweave.cli.main import main
 from tokenweave.models.config import ModelConfig
 from tokenweave.models.dummy import dummy_model
@@ -78,6 +82,37 @@ def test_each_stage_of_each_split_is_recorded_where_it_ran(mode, tmp_path):
         layer = layer_of(spans, 1)
         assert {"attention_1", "mlp_1"} <= {span.stage for span in layer}
         assert len(layer) < len(spans)
+
+
+class _Profiler:
+    """Exports what it was made with; as torch's, it does not say where that was cut short."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def export_chrome_trace(self, path):
+        Path(path).write_text(self.text)
+
+
+@pytest.mark.parametrize("name", ["rank0.json", "rank0.json.gz"])
+def test_a_trace_that_cannot_be_written_leaves_that_of_before(name, tmp_path, monkeypatch):
+    path = tmp_path / name
+    assert _exported(_Profiler('{"traceEvents": [1]}'), path) == {"traceEvents": [1]}
+    before = path.read_bytes()
+    assert json.loads(gzip.decompress(before) if name.endswith("gz") else before) == {"traceEvents": [1]}
+    with pytest.raises(OSError, match="the profiler's trace is not whole") as cut:
+        _exported(_Profiler('{"traceEvents": ['), path)
+    assert (cut.value.errno, cut.value.filename) == (errno.ENOSPC, tempfile.gettempdir())
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as full_disk:
+        _exported(_Profiler('{"traceEvents": [2]}'), path)
+    assert full_disk.value.filename == str(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [name]
 
 
 def _event(cat, name, ts, dur, tid=1, **args):

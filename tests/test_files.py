@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tokenweave.bench import plots
 from tokenweave.bench.result import write_result
 from tokenweave.cache import cache_dir
 from tokenweave.files import write_whole
@@ -44,6 +48,24 @@ def test_a_new_file_follows_the_umask_and_a_file_system_without_modes_will_do(
     monkeypatch.setattr(os, "chmod", refused)
     write_whole(tmp_path / "a", "2")
     assert (tmp_path / "a").read_text() == "2"
+
+
+def test_a_full_disk_is_told_with_the_files_name_and_leaves_the_file_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    figure = SimpleNamespace(savefig=lambda stream, dpi, format: stream.write(format.encode()))
+    for write in (lambda: write_whole(file, b"now"), lambda: plots.save(figure, file, dpi=20)):
+        with pytest.raises(OSError, match=re.escape(f"[Errno 28] No space left on device: '{file}'")):
+            write()
+    assert file.read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["a.png"]
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

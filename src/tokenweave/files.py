@@ -26,7 +26,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         content: a text is written in UTF-8.
 
     Raises:
-        OSError: it cannot be written; a file of before is as it was.
+        OSError: it cannot be written, and names ``path``; a file of before is as it was.
     """
     data = content.encode() if isinstance(content, str) else content
     if (stream := _standard_stream(path)) is not None:
@@ -50,9 +50,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
+        if isinstance(error, OSError):  # of a full disk it names no file, else the part
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 

@@ -113,9 +113,9 @@ def run_ranks(arguments: Sequence[str], world_size: int, time_limit: float) -> i
     """``python -m tokenweave ARGUMENTS`` on ``world_size`` processes of this machine, their output passed through.
 
     Returns:
-        0, or the exit code of the first rank that failed; one that was killed is named. The others are ended, as all are after ``time_limit`` seconds
-        (code 124): a rank that waits for another on its GPU would wait for ever. They end with this process too, however
-        it ends (on Linux).
+        0, or the exit code of the first rank that failed; one that was killed is named. The others are ended, as all are
+        after ``time_limit`` seconds (code 124): a rank that waits for another on its GPU would wait for ever. They end with
+        this process too, however it ends (on Linux).
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenweave.bench.plots import save
 from tokenweave.simulation.report import CURVE, Run
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def plot(about: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
         fontsize="small",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)
 
 
 def _with_replicas(run: Run) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokenweave.bench.plots import require_matplotlib
+from tokenweave.bench.plots import require_matplotlib, save
 from tokenweave.errors import RequestError
 
 OURS = "this package"
@@ -59,7 +59,7 @@ def plot_kernel(result: dict[str, Any], path: Path) -> None:
         wire.legend(fontsize="small", loc="upper left")
     figure.suptitle(result["machine"], fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)
 
 
 def _fastest(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenweave.bench.plots import require_matplotlib
+from tokenweave.bench.plots import require_matplotlib, save
 from tokenweave.bench.trace.events import Kind, Span
 
 _COLOURS: dict[Kind, str] = {
@@ -57,4 +57,4 @@ def draw_layer(spans: Sequence[Span], title: str, paths: Sequence[Path]) -> None
         handles.append(Patch(facecolor="black", alpha=_SUFFIX, label="paler: suffix"))
     figure.legend(handles=handles, loc="outside right upper", fontsize="x-small")
     for path in paths:
-        figure.savefig(path, dpi=150)
+        save(figure, path, dpi=150)

@@ -8,9 +8,11 @@ shortest, added up over the step. What they lose to the GEMMs beside them is in 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tokenweave.bench.trace.events import COLLECTIVE, COMPUTE, Span, cpu_spans, gpu_spans
+from tokenweave.files import write_whole
 from tokenweave.stages import Epilogue, Split, Stage
 from tokenweave.weave import Collective
 
@@ -82,9 +85,13 @@ class Recorder:
         """Profiles one call, which has run before; the ranks meet right before it, on the GPU where there is one.
 
         Args:
-            path: of the Chrome trace, ``.json`` or ``.json.gz``; Perfetto opens both.
+            path: of the Chrome trace, ``.json`` or ``.json.gz``; Perfetto opens both. A file of before is replaced once the
+                new one is whole.
             ahead: the GPU sleeps until the host has issued the call, if that takes no longer than about a millisecond:
                 for graphs, so that the ranks start together.
+
+        Raises:
+            OSError: the trace cannot be written.
         """
         gpu = self.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
@@ -99,9 +106,7 @@ class Recorder:
             call()
             if gpu:
                 torch.cuda.synchronize(self.device)
-        profiler.export_chrome_trace(str(path))
-        written = path.read_bytes()
-        trace = json.loads(gzip.decompress(written) if path.suffix == ".gz" else written)
+        trace = _exported(profiler, path)
         return gpu_spans(trace) if gpu else cpu_spans(trace)
 
     def waiting_ms(self, spans: Sequence[Span]) -> list[float] | None:
@@ -117,3 +122,19 @@ class Recorder:
             return None
         shortest = [min(times) for times in zip(*every, strict=True)]
         return [(sum(times) - sum(shortest)) / 1e3 for times in every]
+
+
+def _exported(profiler: profile, path: Path) -> dict[str, Any]:
+    """Writes the trace to ``path``, and reads it."""
+    with tempfile.TemporaryDirectory() as folder:  # where it is left half written, if the disk is full
+        whole = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(whole))
+        try:
+            written = whole.read_bytes()
+            trace: dict[str, Any] = json.loads(written)
+        except (OSError, ValueError) as error:  # the profiler itself does not say that it could not write
+            raise OSError(
+                errno.ENOSPC, f"the profiler's trace is not whole ({error})", tempfile.gettempdir()
+            ) from error
+    write_whole(path, gzip.compress(written) if path.suffix == ".gz" else written)
+    return trace

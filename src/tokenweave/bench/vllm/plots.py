@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenweave.bench.plots import require_matplotlib
+from tokenweave.bench.plots import require_matplotlib, save
 from tokenweave.bench.vllm.report import STOCK, UNITS
 from tokenweave.errors import RequestError
 
@@ -32,7 +32,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
             _draw_times(axes, phase, rows, names)
     figure.suptitle(result["machine"], fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path, dpi=120)
 
 
 def _draw_throughput(axes: Any, rows: list[dict[str, Any]], names: Sequence[str]) -> None:
