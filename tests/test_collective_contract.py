@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ranks import run_ranks
 from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
@@ -63,6 +66,12 @@ def _call(workspace: Workspace, **changes):
         ({"eps": -1.0}, "eps=-1.0; expected a number >= 0"),
         ({"channel": 2}, r"channel=2; this workspace has channels 0\.\.1"),
         ({"channel": -1}, "channel=-1"),
+        ({"channel": 0.5}, "channel=0.5; this workspace has channels"),
+        ({"ctas": -1}, "ctas=-1; expected 1 to 256"),
+        ({"ctas": 257}, "ctas=257; expected 1 to 256"),
+        ({"ctas": 4.0}, r"ctas=4.0; expected 1 to 256"),
+        ({"cluster": 0}, "cluster=0; expected 1 or more, or None"),
+        ({"weight": None}, r"weight is None; expected \[16\]"),
         ({"layout": "scattered"}, "layout='scattered'; expected 'sharded' or 'replicated'"),
         ({"rows": torch.tensor([0.0])}, r"rows is \[1\] torch.float32 on cpu; expected \[n\] int64"),
         ({"rows": torch.tensor([[0]])}, r"rows is \[1, 1\]"),
@@ -84,12 +93,53 @@ def test_a_broken_contract_is_refused_before_anything_is_written(workspace, chan
 
 
 @pytest.mark.parametrize("name", ["partial", "out"])
-def test_the_residual_has_memory_of_its_own(workspace, name):
-    shared = torch.zeros(4, 16)
-    with pytest.raises(CollectiveError, match=f"residual and {name} are the same memory"):
-        _call(workspace, residual=shared, **{name: shared})
-    rows = torch.ones(4, 32)  # side by side they share no element
-    assert _call(workspace, partial=rows[:, :16], residual=rows[:, 16:])[0].shape == (4, 16)
+@pytest.mark.parametrize("behind", [0, 2])
+def test_the_residual_has_memory_of_its_own(workspace, name, behind):
+    shared = torch.zeros(8, 16)
+    with pytest.raises(CollectiveError, match="share memory; each is written with its own result") as caught:
+        _call(workspace, residual=shared[behind : behind + 4], **{name: shared[:4]})
+    assert "residual" in str(caught.value)
+    assert name in str(caught.value)
+    assert _call(workspace, residual=shared[4:], **{name: shared[:4]})[0].shape == (4, 16)
+
+
+def test_the_result_is_partial_itself_or_apart_from_it(workspace):
+    partial = workspace.buffer(4)
+    assert _call(workspace, partial=partial, out=workspace.buffer(4))[0].data_ptr() == partial.data_ptr()
+    assert _call(workspace, partial=partial, out=workspace.buffer(4, start=4))[0].shape == (4, 16)
+    for start in (1, 3):
+        with pytest.raises(CollectiveError, match=r"partial and out share memory; .* only out may be partial itself"):
+            _call(workspace, partial=partial, out=workspace.buffer(4, start=start))
+    everything = torch.arange(4)
+    with pytest.raises(CollectiveError, match=r"share memory; .* where rows is None"):
+        _call(workspace, partial=partial, rows=everything, out=partial)
+
+
+_BASE = torch.zeros(2048)
+
+
+@given(
+    pitch=st.integers(16, 48),
+    starts=st.lists(st.integers(0, 200), min_size=3, max_size=3),
+    tokens=st.integers(0, 4),
+    sampled=st.integers(0, 4),
+)
+@settings(max_examples=300, deadline=None)
+def test_memory_is_shared_where_an_element_is(pitch, starts, tokens, sampled):
+    """Rows with gaps in one piece of memory: refused are those that have an element in common, and no others."""
+    numbers = torch.arange(len(_BASE))
+    sizes = (tokens, tokens, sampled if tokens else 0)
+    layouts = [((n, 16), (pitch, 1), start) for n, start in zip(sizes, starts, strict=True)]
+    elements = [set(numbers.as_strided(*layout).flatten().tolist()) for layout in layouts]
+    shared = any(one & other for one, other in itertools.combinations(elements, 2))
+    partial, residual, out = (_BASE.as_strided(*layout) for layout in layouts)
+    rows = torch.zeros(out.shape[0], dtype=torch.int64)
+    with Workspace(None, max_tokens=4, hidden=16, dtype=torch.float32) as workspace:
+        if shared:
+            with pytest.raises(CollectiveError, match="share memory"):
+                _call(workspace, partial=partial, residual=residual, rows=rows, out=out)
+        else:
+            _call(workspace, partial=partial, residual=residual, rows=rows, out=out)
 
 
 def test_the_baseline_names_itself(workspace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -160,6 +161,27 @@ def test_a_broken_contract(changes, message):
             fused_allreduce_rmsnorm(torch.zeros(4, 16), torch.zeros(4, 16), torch.ones(16), EPS, workspace, **arguments)
         assert str(caught.value).startswith("fused_allreduce_rmsnorm: ")
         assert workspace.collectives == 0
+
+
+def test_quantised_rows_share_no_memory():
+    with Workspace(None, max_tokens=8, hidden=16, dtype=torch.float32, fp8_regions=1) as workspace:
+        partial, residual, weight = workspace.buffer(4), torch.zeros(4, 16), torch.ones(16)
+        bytes_of = {name: x.view(torch.uint8).flatten() for name, x in (("partial", partial), ("residual", residual))}
+        call = functools.partial(fused_allreduce_rmsnorm, partial, residual, weight, EPS, workspace, out_dtype=E4M3)
+        for name, memory in bytes_of.items():
+            for start in (0, 40):
+                with pytest.raises(CollectiveError, match=f"{name} and out |out and {name} "):
+                    call(out=memory[start : start + 64].view(E4M3).view(4, 16))
+                with pytest.raises(CollectiveError, match=f"{name} and out_scales|out_scales and {name}"):
+                    call(out_scales=memory[start : start + 16].view(torch.float32))
+        with pytest.raises(
+            CollectiveError, match=r"residual and unquantised share memory; .* only unquantised may be partial"
+        ):
+            call(unquantised=residual)
+        rows = workspace.fp8(4)
+        with pytest.raises(CollectiveError, match="share memory"):
+            call(out=rows, out_scales=rows.view(torch.uint8).flatten()[48:].view(torch.float32))
+        assert call(out=rows, unquantised=partial)[0].shape == (4, 16)
 
 
 def test_memory_for_quantised_rows():

@@ -56,6 +56,9 @@ def test_older_gpus(hopper, monkeypatch):
     [
         ("TOKENWEAVE_DISABLE_MULTICAST", "1", True),
         ("TOKENWEAVE_DISABLE_MULTICAST", "0", False),
+        ("TOKENWEAVE_DISABLE_MULTICAST", "true", True),
+        ("TOKENWEAVE_DISABLE_MULTICAST", "False", False),
+        ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "false", False),
         ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", True),
         ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "", False),
         ("NCCL_NVLS_ENABLE", "0", True),

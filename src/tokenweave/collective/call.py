@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
 
 from tokenweave.collective import fp8 as quantisation
+from tokenweave.collective.arguments import MAX_BLOCKS
 from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.workspace import Workspace
 from tokenweave.errors import CollectiveError
@@ -94,10 +97,15 @@ def _shape_problem(call: Call) -> str | None:
         )
     if residual.stride(1) != 1:
         return f"residual has strides {residual.stride()}; its rows must be contiguous"
-    if not 0 <= launch.channel < workspace.channels:
+    if not isinstance(launch.channel, Integral) or not 0 <= launch.channel < workspace.channels:
         return f"channel={launch.channel}; this workspace has channels 0..{workspace.channels - 1}"
     if launch.layout not in ("sharded", "replicated"):
         return f"layout={launch.layout!r}; expected 'sharded' or 'replicated'"
+    ctas, cluster = launch.ctas, launch.cluster
+    if ctas is not None and not (isinstance(ctas, Integral) and 1 <= ctas <= MAX_BLOCKS):
+        return f"ctas={ctas}; expected 1 to {MAX_BLOCKS}"
+    if cluster is not None and not (isinstance(cluster, Integral) and cluster >= 1):
+        return f"cluster={cluster}; expected 1 or more, or None for none"
     return None
 
 
@@ -106,6 +114,8 @@ def _vector_problem(call: Call) -> str | None:
     partial, epilogue, hidden = call.partial, call.epilogue, call.workspace.hidden
     for name, vector in (("weight", epilogue.weight), ("post_norm", epilogue.post_norm), ("bias", epilogue.bias)):
         if vector is None:
+            if name == "weight":
+                return f"weight is None; expected [{hidden}] of the RMSNorm"
             continue
         if tuple(vector.shape) != (hidden,):
             return f"{name} has shape {list(vector.shape)}; expected [{hidden}]"
@@ -165,6 +175,50 @@ def _memory_problem(call: Call) -> str | None:
             return f"{name} has strides {tensor.stride()}; its rows must not overlap"
         if tensor.requires_grad and torch.is_grad_enabled():
             return f"{name} requires grad, and this has no backward: call it under torch.no_grad()"
-        if name != "residual" and tensor.numel() and tensor.data_ptr() == residual.data_ptr():
-            return f"residual and {name} are the same memory; each is written with its own result"
+    size = call.workspace.dtype.itemsize
+    spans = [_span("partial", partial, hidden * size), _span("residual", residual, hidden * size)]
+    if out is not None and not (call.rows is None and _is_same(out, partial)):
+        spans.append(_span(outputs[0][0], out, hidden * size))
+    if fp8 is not None:
+        spans.append(_span("out", fp8.rows, hidden))
+        if fp8.scales is not None:
+            spans.append(_span("out_scales", fp8.scales, 4))
+    spans.sort()
+    if all(one[1] <= other[0] for one, other in itertools.pairwise(spans)):
+        return None
+    for one, other in itertools.combinations(spans, 2):
+        if _meet(one, other):
+            return (
+                f"{one[2]} and {other[2]} share memory; each is written with its own result, and only {outputs[0][0]} may be "
+                "partial itself, where rows is None"
+            )
     return None
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have every element at the same address."""
+    return one is other or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride())
+
+
+_Span = tuple[int, int, str, int, int]
+"""Addresses of the first row's start and the last row's end, name, bytes from row to row (0: there is one row) and of a row."""
+
+
+def _span(name: str, tensor: torch.Tensor, row_bytes: int) -> _Span:
+    start, rows = tensor.data_ptr(), tensor.shape[0]
+    if rows > 1:
+        pitch = tensor.stride(0) * tensor.element_size()
+        return start, start + (rows - 1) * pitch + row_bytes, name, pitch, row_bytes
+    return start, start + rows * row_bytes, name, 0, row_bytes
+
+
+def _meet(one: _Span, other: _Span) -> bool:
+    """Whether a row of the one overlaps a row of the other, which does not start before it."""
+    if other[0] >= one[1] or other[0] == other[1]:
+        return False
+    pitches = {one[3], other[3]} - {0}
+    if len(pitches) != 1:  # two rows; or rows that are not equally far apart, which is nobody's layout
+        return True
+    (pitch,) = pitches
+    column = (other[0] - one[0]) % pitch  # side by side in the columns of one larger tensor they share nothing
+    return column < one[4] or column + other[4] > pitch

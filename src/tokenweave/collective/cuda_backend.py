@@ -10,7 +10,7 @@ from ctypes import Structure, c_int
 
 import torch
 
-from tokenweave.collective.arguments import MAX_BLOCKS, Args, PointerTable
+from tokenweave.collective.arguments import Args, PointerTable
 from tokenweave.collective.call import Call
 from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.kernels import (
@@ -152,8 +152,6 @@ def _twoshot(call: Call) -> None:
     scales = None if fp8 is None or fp8.scales is None else workspace.offset_of(fp8.scales)
     assert x is not None
     blocks = default_ctas(tokens, workspace) if launch.ctas is None else launch.ctas
-    if not 1 <= blocks <= MAX_BLOCKS:
-        raise CollectiveError(f"fused_allreduce_rmsnorm: ctas={blocks}; expected 1 to {MAX_BLOCKS}")
     if launch.cluster and blocks % launch.cluster:
         raise CollectiveError(f"fused_allreduce_rmsnorm: cluster={launch.cluster} does not divide ctas={blocks}")
     kernel = twoshot_kernel(workspace, _options(call), tokens, blocks)

@@ -38,7 +38,13 @@ def fused_allreduce_rmsnorm(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """All-reduce of ``partial`` over the workspace's group, residual add and RMSNorm, in one collective.
 
-    Every rank calls it in the same order with the same shapes and launch arguments.
+    Every rank calls it in the same order with the same shapes, rows, row count, options and launch arguments. Shapes, options and
+    launch arguments that differ end in an error of the GPU transports, at the first barrier; the contents of ``rows`` and
+    ``row_count`` are not compared. The ``torch`` transport compares nothing: torch.distributed may end the process
+    (gloo, where a rank gets more bytes than it expects), wait until the group's timeout (another layout, or no rows on
+    one rank), or go on with wrong rows (as many, but other ``rows``).
+
+    ``residual``, and a result that is not ``partial`` itself, share no memory with ``partial`` or each other.
 
     Args:
         partial: [tokens, hidden], this rank's partial sums; any tokens >= 0. In the workspace
@@ -50,13 +56,14 @@ def fused_allreduce_rmsnorm(
         eps: added to the mean square.
         workspace: of the tensor-parallel group.
         channel: 0 <= channel < workspace.channels; collectives that may be in flight together need different ones.
-        ctas: thread blocks of the kernel (GPU transports), None for the default.
-        cluster: thread blocks per cluster (GPU transports), None for none.
+        ctas: thread blocks of the kernel (GPU transports), 1 to 256; None for the default.
+        cluster: thread blocks per cluster (GPU transports), a divisor of ``ctas``; None for none.
         rows: int64 [n], ascending: only these rows are reduced, normalised and sent, and only their residual is updated
             (the sampled rows of a last stage).
         row_count: int32 [1], the number of real rows, at most tokens, read on the device when the kernel runs, so that a
             captured graph sends only real rows; rows behind it are not touched. None: all rows are real.
-        out: [tokens or n, hidden] to write to; default: in place of ``partial``, or a new tensor if ``rows`` is given.
+        out: [tokens or n, hidden] to write to, apart from ``partial``, or ``partial`` itself if ``rows`` is not given;
+            default: in place of ``partial``, or a new tensor if ``rows`` is given.
             With fp8 output: e4m3, default ``workspace.fp8(tokens or n)``, its first rows; where several splits are in
             flight each needs rows of its own, ``workspace.fp8(tokens, start=...)``. Peers write it, so with layout
             ``"sharded"`` on a GPU transport it must be in ``workspace.fp8``: nothing is copied behind your back.
@@ -67,7 +74,7 @@ def fused_allreduce_rmsnorm(
         out_scales: float32 [tokens or n], to receive the rows' own scales; default ``workspace.scales(tokens or n)``.
             What is said of ``out`` goes for it too.
         unquantised: [tokens or n, hidden] in the workspace's dtype, to receive the rows unquantised as well (may be
-            ``partial``), or None.
+            ``partial`` if ``rows`` is not given), or None.
         has_residual: False: nothing is added, ``residual`` only receives the sum (after an embedding).
         layout: of ``residual``.
         post_norm: [hidden], an RMSNorm of the sum before the residual add, or None.

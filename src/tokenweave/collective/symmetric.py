@@ -43,7 +43,7 @@ def multicast_switched_off(environment: Mapping[str, str]) -> str | None:
     NCCL's own switch counts: who sets it has a machine where multicast must not be used.
     """
     for name in ("TOKENWEAVE_DISABLE_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
-        if environment.get(name, "0") not in ("", "0"):
+        if environment.get(name, "0").casefold() not in ("", "0", "false"):
             return f"{name}={environment[name]}"
     return "NCCL_NVLS_ENABLE=0" if environment.get("NCCL_NVLS_ENABLE") == "0" else None
 
