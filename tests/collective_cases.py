@@ -48,8 +48,10 @@ class Data:
 
 
 def poison(x: torch.Tensor) -> torch.Tensor:
-    """Fills what a collective must overwrite, must not read, or must leave alone: signalling NaNs, whose bits are not those of
-    anything that is computed from them. Returns ``x``, whose rows are contiguous."""
+    """Fills what a collective must overwrite, must not read, or must leave alone; returns ``x``, whose rows are contiguous.
+
+    With signalling NaNs: nothing that is computed, from them or from others, has their bits.
+    """
     x.view(_WORDS[x.element_size()]).fill_(_POISON[x.dtype])
     return x
 

@@ -1,4 +1,4 @@
-"""What the tests of the engine on GPUs share: an engine on this rank's GPU, steps' bits on all ranks, how near rows are."""
+"""What the tests of the engine on GPUs share: a rank's engine, whether ranks hold the same bits, how near rows are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenweave.models import load_model, load_tokenizer
 
 
 def built(args: EngineArgs) -> Engine:
-    """This rank's engine. Where ranks share a GPU it is that of all of them; :func:`build_engine` gives each its own."""
+    """This rank's engine, where ranks share a GPU on that one; :func:`build_engine` gives each its own."""
     rank, group = dist.get_rank(), dist.group.WORLD
     if args.device_type == "cpu" or not shares_gpu():
         return build_engine(args, rank=rank, group=group)

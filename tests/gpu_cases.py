@@ -158,7 +158,7 @@ def check_sizes(hidden: int, dtype: torch.dtype, most: int, seed: int) -> float:
 
 
 def check_clusters(hidden: int, seed: int) -> None:
-    """Blocks in clusters, with plain loads and in the ring: fewer rows than blocks, and more than blocks hold at once."""
+    """Blocks in clusters, with plain loads and in the ring: fewer rows than blocks, and more than they hold at once."""
     with opened(1008, hidden) as workspace:
         for ctas, cluster in ((2, 2), (4, 4), (8, 4), (8, 8), (12, 2), (16, 4)):
             for tokens in (3, 64, 1000):

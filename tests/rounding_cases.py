@@ -1,8 +1,8 @@
 """Calls with float32 vectors, and inputs so exact that every result is the float64 one, rounded once.
 
-Partial sums are multiples of 1/8 of which all ranks' sum is exact in every dtype, also where a switch rounds it. What is left
-are the vectors: float32 numbers well between two of the rows' dtype. So a result may be off by half a step of its dtype and
-what float32 adds to that, a thousandth of it, and a kernel that rounds a vector is off by more at a good part of the elements.
+Partial sums are multiples of 1/8 of which all ranks' sum is exact in every dtype, also where a switch rounds it. What is
+left are the vectors: float32 numbers well between two of the rows' dtype. So a result may be off by half a step of its dtype
+and what float32 adds to that, some hundredths of it, and a kernel that rounds a vector is off by more at 2 to 40 % of the elements.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tokenweave.collective.symmetric import oneshot_rows
 
 @dataclass(frozen=True)
 class Counted:
-    """A call of ``case.tokens`` rows at most. ``fp8``: e4m3 rows with a scale each, and the rows unquantised as well."""
+    """A call of ``case.tokens`` rows at most. ``fp8``: e4m3 rows with a scale each, and the rows unquantised too."""
 
     case: Case
     fp8: bool = False
@@ -45,7 +45,7 @@ COUNTED = tuple(
 
 
 def check_row_count(counted: Counted, seed: int) -> None:
-    """Every count's call: right by float64, with the bits of a call of so many rows, and nothing behind them is touched."""
+    """Every count's call: right by float64, the bits of a call of so many rows, and nothing behind them is touched."""
     case = counted.case
     if case.replicated:  # with a count, one kernel has to take all rows
         rows = oneshot_rows(dist.get_world_size(), case.hidden * case.dtype.itemsize)

@@ -155,14 +155,13 @@ def test_nan_and_infinity_stay_in_their_row():
 
 
 def _random_calls(calls: int, seed: int) -> tuple[int, int, float]:
-    """Random sizes, layouts, blocks, two channels; graphs replayed in between. One eager call in 50 is compared with float64
-    and one replay in 20, on both channels. Returns (rows, calls that were compared, seconds)."""
+    """Random sizes, layouts, blocks, two channels; graphs replayed in between. Returns (rows, calls compared, seconds).
+
+    One eager call in 50 and one replay in 20 is compared with float64, on both channels.
+    """
     pick = random.Random(seed)
-    rows_done, compared, began = (
-        0,
-        {(kind, channel): 0 for kind in ("eager", "replay") for channel in (0, 1)},
-        time.perf_counter(),
-    )
+    rows_done, began = 0, time.perf_counter()
+    compared = {(kind, channel): 0 for kind in ("eager", "replay") for channel in (0, 1)}
     with opened(2100, 4096) as workspace:
         graphs = []
         for tokens, layout, channel in (

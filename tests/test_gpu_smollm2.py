@@ -40,7 +40,7 @@ def _ranks(function, *args):
 
 @dataclass(frozen=True)
 class Logits:
-    """Of one dtype: way of running -> float32 [rows, vocab], each row less its mean, which no probability depends on."""
+    """Of one dtype: way of running -> float32 [rows, vocab], each less its row's mean, which changes no probability."""
 
     dtype: torch.dtype
     of: dict[str, torch.Tensor]
@@ -111,8 +111,10 @@ def _logits(path: str, dtype: torch.dtype, device: str) -> Logits:
 
 
 def check_float32(exact: Logits) -> float:
-    """Every row is sequential's but for the order of float32 sums: 61 collectives and twice as many GEMMs in a row, each off
-    by some 1e-7, as on CPUs against transformers (test_models_smollm2.py)."""
+    """Every row is sequential's but for the order of float32 sums: the bound of CPUs against transformers.
+
+    61 collectives and twice as many GEMMs in a row are each off by some 1e-7 (test_models_smollm2.py).
+    """
     wanted = exact.of[SEQUENTIAL]
     worst = {way: float(errors_of(got, wanted, way).max()) for way, got in exact.of.items()}
     assert max(worst.values()) < 2e-5, worst
@@ -120,8 +122,10 @@ def check_float32(exact: Logits) -> float:
 
 
 def check_bf16(rounded: Logits, exact: Logits) -> dict[str, float]:
-    """No way is farther from float32's sequential step than bf16's sequential step is, which rounds as often or more: a third
-    more over all rows, since roundings are others, and two times its worst row in any row."""
+    """No way is farther from float32's sequential step than bf16's sequential step, which rounds as often or more.
+
+    Roundings are others, so that over all rows a third more is let pass, and in any row two times sequential's worst row.
+    """
     wanted = exact.of[SEQUENTIAL]
     errors = {way: errors_of(got, wanted, way) for way, got in rounded.of.items()}
     overall = {way: float(error.square().mean().sqrt()) for way, error in errors.items()}
@@ -186,8 +190,10 @@ def test_texts_are_the_cpus(smollm2_gguf, texts_on_cpu, mode):
 
 
 def test_texts_in_bf16(smollm2_gguf, texts_on_cpu):
-    """A tie that bf16 breaks the other way changes the rest of a text, so only the first tokens are compared with fp32's;
-    between ranks all of them."""
+    """A tie that bf16 breaks the other way changes the rest of a text: the first tokens are compared with fp32's.
+
+    Between ranks all of them are.
+    """
     for mode in ("fused", "woven"):
         results = _ranks(_texts, str(smollm2_gguf), "bfloat16", mode, "cuda")
         assert all(result == results[0] for result in results)
