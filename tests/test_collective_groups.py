@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from collective_cases import Case, call, check, fresh_seed, make, open_workspace
+from collective_cases import Case, call, call_sequential, check, fresh_seed, make, open_workspace
 from ranks import run_ranks
 
 CALLS = 25
@@ -17,8 +19,11 @@ def _calls(case: Case, group: dist.ProcessGroup, seed: int, failures: list[str] 
     try:
         with open_workspace(case, group) as workspace:
             for number in range(CALLS):
-                data = make(case, workspace.world_size, seed + number)
-                check(case, data, *call(case, data, workspace), workspace)
+                way = ("sharded", "replicated", "sequential")[number % 3]
+                this = dataclasses.replace(case, replicated=way != "sharded")
+                data = make(this, workspace.world_size, seed + number)
+                run = call_sequential if way == "sequential" else call
+                check(this, data, *run(this, data, workspace), workspace, sequential=way == "sequential")
     except Exception as error:
         if failures is None:
             raise
@@ -29,7 +34,7 @@ def _side_by_side(members: list[list[int]], seed: int) -> tuple[int, int]:
     groups = [dist.new_group(ranks) for ranks in members]  # every rank creates every group
     mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
     # The groups differ in every size: a rank that talks to another group's ranks cannot go unnoticed.
-    case = [Case(13, 72), Case(30, 576)][mine]
+    case = [Case(13, 72, torch.float32), Case(30, 576, torch.float32)][mine]
     _calls(case, groups[mine], seed + 1000 * mine)
     with open_workspace(case, groups[mine]) as workspace:
         place = workspace.rank, workspace.world_size
@@ -57,7 +62,9 @@ def _two_threads(seed: int) -> None:
     failures: list[str] = []
     threads = [
         threading.Thread(target=_calls, args=(case, group, seed + 1000 * number, failures))
-        for number, (case, group) in enumerate(zip((Case(17, 576), Case(5, 72)), groups, strict=True))
+        for number, (case, group) in enumerate(
+            zip((Case(17, 576, torch.float32), Case(5, 72, torch.float32)), groups, strict=True)
+        )
     ]
     for thread in threads:
         thread.start()
