@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from checkpoints import VARIANTS, make_checkpoint, reference_logits
 from model_ranks import Piece, Runner, all_logits, every_length, load_on_rank
@@ -49,6 +50,31 @@ def test_logits_equal_transformers(
             assert relative(mine, reference) < 1e-4, name
         for other in ranks[1:]:
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(logits, other[name], strict=True)), name
+
+
+def in_one_of_two_groups(folder: Path, members: list[list[int]]) -> list[torch.Tensor]:
+    """Each group of ranks runs a prompt of its own, in every mode; the logits on each rank."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = next(i for i, ranks in enumerate(members) if dist.get_rank() in ranks)
+    rank, world_size, ids = dist.get_rank(groups[mine]), len(members[mine]), (A, B)[mine]
+    runner = Runner(load_model(folder, rank=rank, world_size=world_size, group=groups[mine]), [ids])
+    ways = (("sequential", None), ("fused", None), ("woven", 5))
+    logits = [runner.step([Piece(0, 0, len(ids))], mode, cut) for mode, cut in ways]
+    runner.workspace.close()
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return logits
+
+
+@pytest.mark.parametrize("members", [[[0, 1], [2, 3]], [[3], [0, 1, 2]]], ids=str)
+def test_two_groups_run_a_model_each(
+    checkpoint: Callable[[str], tuple[Path, list[torch.Tensor]]], members: list[list[int]]
+) -> None:
+    folder, expected = checkpoint("llama-odd")
+    for rank, logits in enumerate(run_ranks(4, in_one_of_two_groups, folder, members)):
+        mine = next(i for i, ranks in enumerate(members) if rank in ranks)
+        assert [relative(found, expected[mine]) < 1e-4 for found in logits] == [True] * 3
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-odd", "qwen2", "qwen3", "mixtral"])
