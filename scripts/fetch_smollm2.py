@@ -27,9 +27,11 @@ class FetchError(RuntimeError):
 
 
 def cache_path() -> Path:
-    """Where the weights are kept between runs: ``$XDG_CACHE_HOME/tokenweave`` or ``~/.cache/tokenweave``."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "tokenweave" / NAME
+    """Where the weights are kept between runs: in the folder that ``tokenweave.cache`` names, which may not be installed yet."""
+    root = os.environ.get("TOKENWEAVE_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tokenweave"
+    )
+    return Path(os.path.expanduser(root)) / NAME
 
 
 def fetch_smollm2() -> Path:

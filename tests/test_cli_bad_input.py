@@ -92,13 +92,20 @@ def test_rates_at_which_requests_never_arrive(capsys: pytest.CaptureFixture[str]
         "trace --model Llama-3.1-8B --out x --time-limit nan",
         "trace --model . --out x --dummy",
         "bench latency --model Llama-3.1-8B --layers 99", "bench latency --model SmolLM2-135M --tokens 9 --tp 8 --layers 99",
-        "doctor --tp 4", "doctor --gpu h100",
+        "doctor --tp 4", "doctor --gpu h100", "plan --model /dev/null --gpu h200 --tokens 5",
         "plan --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 5 --context 99999999999999999999",
         "predict --model Llama-3.1-8B --gpu h100 --tp 2 --tokens 1 --context 99999999999999999999",
     ],
 )  # fmt: skip
 def test_the_others_refuse(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "as many GPUs" not in refused(words, capsys)  # what is wrong is said first, wherever it runs
+
+
+@pytest.mark.parametrize("command", ["plan --gpu h200 --tokens 5 --model", "trace --out x --model", "doctor --vllm"])
+def test_a_model_without_a_name_is_not_the_current_folder(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("config.json").write_text(json.dumps(CONFIG))
+    assert main([*command.split(), ""]) == 2
+    assert "no model is named: '' was given; expected a folder" in capsys.readouterr().err
 
 
 COMMANDS_ON_RANKS = ("trace --model Llama-3.1-8B --out x", "tune --model Llama-3.1-8B", "bench kernel",

@@ -16,6 +16,8 @@ from tokenweave.cli import generate
 from tokenweave.cli.main import main
 from tokenweave.engine import build as engine_build
 from tokenweave.engine import local
+from tokenweave.errors import RankDied
+from tokenweave.llm import Token
 
 CLI = Path(sys.executable).parent / "tokenweave"
 
@@ -118,6 +120,8 @@ def test_a_mode_of_the_environment_is_checked(model, monkeypatch, capsys):
     ("name", "message"),
     [
         ("/nope", "no model '/nope': there is no such file or folder; expected a Hugging Face folder with config.json"),
+        ("", "model=''; expected the path of a folder or of a GGUF file"),
+        ("/dev/null", "'/dev/null' is neither a folder nor a regular file; expected a Hugging Face folder"),
         ("llama-3.1-8b", "Llama-3.1-8B is built in as numbers to plan with, without weights; expected a Hugging Face"),
     ],
 )
@@ -126,6 +130,29 @@ def test_built_in_numbers_are_nothing_to_generate_from(name, message, capsys):
     shown = capsys.readouterr().err
     assert message in shown
     assert "Qwen" not in shown
+
+
+def test_an_error_in_the_middle_of_an_answer_is_a_line_of_its_own(model, monkeypatch, capsys):
+    def dies(self, prompts, params, *, on_token):
+        for text in ("half an", ""):
+            on_token(Token(0, 1, text, None))
+        raise RankDied(1, "killed by SIGKILL")
+
+    monkeypatch.setattr(LLM, "generate", dies)
+    assert main(["generate", "--model", str(model), "--prompt", "w3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "half an\n"
+    assert err.startswith("tokenweave: error: rank 1 died")
+    monkeypatch.setattr(LLM, "generate", lambda *_, **__: dies(None, None, None, on_token=lambda token: None))
+    assert main(["generate", "--model", str(model), "--prompt", "w3"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_a_world_without_ranks_is_told_by_its_name(model, ranks, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert main(["generate", "--model", str(model), "--prompt", "w3"]) == 2
+    assert f"WORLD_SIZE={ranks} in the environment; expected at least 1" in capsys.readouterr().err
 
 
 def test_a_prompts_file_is_cut_at_line_feeds_alone(tmp_path):

@@ -108,7 +108,11 @@ def test_large_vocabularies_and_extreme_logits_stay_finite():
         ({"max_tokens": 0}, "max_tokens=0; expected an integer >= 1"),
         ({"seed": "x"}, "seed='x'"),
         ({"stop": ["a", ""]}, "stop="),
+        ({"stop": 3}, "stop=3; expected strings"),
+        ({"stop": 0}, "stop=0"),
         ({"stop_token_ids": [-1]}, "stop_token_ids="),
+        ({"stop_token_ids": 3}, "stop_token_ids=3; expected token ids"),
+        ({"ignore_eos": "x"}, "ignore_eos='x'; expected True or False"),
     ],
 )
 def test_values_out_of_range_are_refused(arguments, match):

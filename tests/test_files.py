@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fetch_smollm2 import NAME, cache_path
 
 from tokenweave.bench import plots
 from tokenweave.bench.result import write_result
@@ -150,8 +151,11 @@ def test_a_cache_may_be_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TOKENWEAVE_CACHE", "~/zz")
     assert cache_dir("kernels") == tmp_path / "zz" / "kernels"
+    assert cache_path() == tmp_path / "zz" / NAME
     monkeypatch.delenv("TOKENWEAVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "~/xdg")
     assert cache_dir("kernels") == tmp_path / "xdg" / "tokenweave" / "kernels"
+    assert cache_path() == tmp_path / "xdg" / "tokenweave" / NAME
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir("kernels") == tmp_path / ".cache" / "tokenweave" / "kernels"
+    assert cache_path() == tmp_path / ".cache" / "tokenweave" / NAME

@@ -214,6 +214,9 @@ def test_small_caches_and_contexts(model):
     [
         ({"dtype": "int3"}, RequestError, "dtype='int3'; expected one of auto, float32"),
         ({"mode": "quick"}, RequestError, "mode='quick'; expected one of auto, sequential, fused, woven"),
+        ({"seed": "a"}, RequestError, "seed='a'; expected an integer"),
+        ({"seed": 1.5}, RequestError, "seed=1.5; expected an integer"),
+        ({"model": None}, RequestError, "model=None; expected the path of a folder"),
         ({"graphs": "no"}, RequestError, "graphs='no'; expected True or False"),
         ({"max_batch_tokens": 0}, RequestError, "max_batch_tokens=0; expected an integer >= 1"),
         ({"max_context": 1000}, RequestError, "max_context=1000; this model's context is 128"),
@@ -227,7 +230,7 @@ def test_small_caches_and_contexts(model):
 )
 def test_arguments_out_of_range(model, arguments, error, match):
     with pytest.raises(error, match=match):
-        LLM(model, device="cpu", **arguments)
+        LLM(**{"model": model, "device": "cpu", **arguments})
 
 
 def test_more_ranks_than_gpus():
@@ -283,6 +286,7 @@ def test_another_number_of_processes_than_ranks_is_an_error(model, monkeypatch):
     ("environment", "match"),
     [
         ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two' in the environment; expected a whole number"),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE=0 in the environment; expected at least 1"),
         ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK='x' in the environment"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment; expected 0 to 1"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR expected, but not set; start the ranks with torchrun"),

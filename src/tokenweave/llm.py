@@ -132,6 +132,10 @@ class LLM:
         from tokenweave.models.config import read_model_config
         from tokenweave.models.sharding import shard_of
 
+        if not isinstance(model, (str, os.PathLike)) or model == "":
+            raise RequestError(f"model={model!r}; expected the path of a folder or of a GGUF file")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise RequestError(f"seed={seed!r}; expected an integer")
         self.args = EngineArgs(
             os.fspath(model),
             tensor_parallel_size,

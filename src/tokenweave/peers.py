@@ -62,6 +62,13 @@ def environment_number(name: str, default: int) -> int:
         ) from None
 
 
+def started_ranks() -> int:
+    """WORLD_SIZE, how many ranks something else started; 1 where it is not set. Raises RequestError if it is none of 1, 2, ..."""
+    if (ranks := environment_number("WORLD_SIZE", 1)) < 1:
+        raise RequestError(f"WORLD_SIZE={ranks} in the environment; expected at least 1, as torchrun sets it")
+    return ranks
+
+
 def join(backend: str, device: torch.device | None = None) -> None:
     """``dist.init_process_group`` of the ranks that the environment names, as torchrun does.
 

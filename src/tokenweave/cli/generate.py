@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenweave.errors import RequestError
+from tokenweave.errors import RequestError, TokenWeaveError
+
+if TYPE_CHECKING:
+    from tokenweave.llm import Token
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -52,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
     """Generates and prints; 0."""
     prompts = _prompts(args)
     from tokenweave.engine.sampling import SamplingParams
-    from tokenweave.llm import LLM, Token
-    from tokenweave.peers import environment_number
+    from tokenweave.llm import LLM
+    from tokenweave.peers import environment_number, started_ranks
 
-    world_size = environment_number("WORLD_SIZE", 1)
+    world_size = started_ranks()
     tp = world_size if args.tp is None else args.tp
     speaks = environment_number("RANK", 0) == 0 or world_size == 1  # of torchrun's processes only the first
     streams = speaks and len(prompts) == 1 and not args.json
@@ -63,18 +67,18 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
     )
 
-    def show(token: Token) -> None:
-        print(token.text, end="", flush=True)
-
-    with LLM(
-        args.model,
-        tp,
-        dtype=args.dtype,
-        mode=args.mode,
-        max_batch_tokens=args.max_batch_tokens,
-        seed=args.seed,
-        graphs=not args.no_graphs,
-    ) as llm:
+    with (
+        _printer() as show,
+        LLM(
+            args.model,
+            tp,
+            dtype=args.dtype,
+            mode=args.mode,
+            max_batch_tokens=args.max_batch_tokens,
+            seed=args.seed,
+            graphs=not args.no_graphs,
+        ) as llm,
+    ):
         on_token = show if streams else None
         if args.chat:
             outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, on_token=on_token)
@@ -95,6 +99,24 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     print(summary(outputs, steps), file=sys.stderr)
     return 0
+
+
+@contextlib.contextmanager
+def _printer() -> Iterator[Callable[[Token], None]]:
+    """Prints an answer as it comes. What is said of an error in the middle of it begins on a line of its own."""
+    begun = False
+
+    def show(token: Token) -> None:
+        nonlocal begun
+        begun = begun or token.text != ""
+        print(token.text, end="", flush=True)
+
+    try:
+        yield show
+    except TokenWeaveError:
+        if begun:
+            print(flush=True)
+        raise
 
 
 def summary(outputs: Sequence[Any], steps: Sequence[Any]) -> str:

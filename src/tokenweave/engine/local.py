@@ -17,7 +17,7 @@ from tokenweave.engine.engine import Engine, StepRecord, TokenEvent, close_all
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
 from tokenweave.models.attention_choice import ATTENTION_VARIABLE, asked_attention
-from tokenweave.peers import differing, environment_number, join, lost_peer_is_told
+from tokenweave.peers import differing, environment_number, join, lost_peer_is_told, started_ranks
 
 
 class Ranks(Protocol):
@@ -43,9 +43,9 @@ def under_torchrun(tensor_parallel_size: int) -> bool:
     """True if this process is one rank of ``tensor_parallel_size`` that something else started.
 
     Raises:
-        RequestError: it is one of another number of ranks.
+        RequestError: it is one of another number of ranks, or WORLD_SIZE or RANK is no number of them.
     """
-    world_size = environment_number("WORLD_SIZE", 1)
+    world_size = started_ranks()
     if world_size == 1 or "RANK" not in os.environ or tensor_parallel_size == 1:
         return False
     if world_size != tensor_parallel_size:

@@ -8,7 +8,7 @@ else is in the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # vLLM's users pass one string, or lists.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple(self.stop_token_ids))
 
         def expect(ok: bool, name: str, expected: str) -> None:
             if not ok:
@@ -63,8 +63,14 @@ class SamplingParams:
             "an integer >= 1, or None for as many as fit",
         )
         expect(self.seed is None or _is_int(self.seed), "seed", "an integer or None")
-        expect(all(isinstance(s, str) and s for s in self.stop), "stop", "strings that are not empty")
-        expect(all(_is_int(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids >= 0")
+        stop, ids = self.stop, self.stop_token_ids
+        expect(
+            isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop),
+            "stop",
+            "strings that are not empty",
+        )
+        expect(isinstance(ids, tuple) and all(_is_int(t) and t >= 0 for t in ids), "stop_token_ids", "token ids >= 0")
+        expect(isinstance(self.ignore_eos, bool), "ignore_eos", "True or False")
 
     @property
     def greedy(self) -> bool:
@@ -119,6 +125,13 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[flo
     # The first index whose cumulative weight exceeds the target: it has weight > 0, so it was not masked.
     index = torch.searchsorted(cumulative, target, right=True)
     return (index if order is None else order.gather(-1, index))[:, 0].tolist()
+
+
+def _tuple(value: object) -> object:
+    """() of None; what has no items is left as it is, for the checks to refuse."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
 def _is_int(value: object) -> bool:

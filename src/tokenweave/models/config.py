@@ -132,6 +132,10 @@ def builtin_names() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
+def _names() -> str:
+    return ", ".join(builtin_names())
+
+
 def read_config(path_or_name: str | Path) -> ModelConfig:
     """The numbers of a model.
 
@@ -142,13 +146,15 @@ def read_config(path_or_name: str | Path) -> ModelConfig:
         ModelError: there is nothing of that name, the file is damaged, or the model needs something that is not
             supported (a sliding window, logit soft-caps, other rotary scalings, ...).
     """
+    if path_or_name == "":  # as a path it would be the current folder
+        raise ModelError(f"no model is named: '' was given; expected a folder, a .gguf file or one of {_names()}")
     if _exists(path := Path(path_or_name)):
         return read_model_config(path)
     if (name := _builtin(path)) is not None:
         return _read_builtin(name)
     raise ModelError(
         f"no model {str(path_or_name)!r}: there is no such file or folder, and it is none of the built-in "
-        f"configurations: {', '.join(builtin_names())}{_of_the_hub(path, 'config.json ')}"
+        f"configurations: {_names()}{_of_the_hub(path, 'config.json ')}"
     )
 
 
@@ -163,6 +169,8 @@ def read_model_config(path: Path) -> ModelConfig:
     if path.is_file():
         return read_gguf_config(path)
     expected = "expected a Hugging Face folder with config.json and *.safetensors, or a .gguf file"
+    if path.exists():
+        raise ModelError(f"{str(path)!r} is neither a folder nor a regular file; {expected}")
     if (name := _builtin(path)) is not None:
         raise ModelError(
             f"no model {str(path)!r}: there is no such file or folder. {name} is built in as numbers to plan with, without "

@@ -110,10 +110,12 @@ def model_folder(model: str, where: Path) -> tuple[Path, bool]:
         ModelError: there is no built-in name like it.
     """
     path = Path(model)
-    if os.path.isdir(path):  # unlike Path's, no error for names that are too long or that must not be looked up
+    if model and os.path.isdir(
+        path
+    ):  # unlike Path's, no error for names that are too long or that must not be looked up
         read_json(path / "config.json")
         return path.resolve(), False
-    if os.path.exists(path):
+    if model and os.path.exists(path):
         raise RequestError(
             f"--model {model}: vLLM is started with a Hugging Face folder, or with one of {', '.join(builtin_names())}"
         )
