@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ import torch
 from tokenweave.collective import agreement, cuda_backend, selftest, workspace
 from tokenweave.collective import fused_allreduce_rmsnorm as fused
 from tokenweave.collective.arguments import MAX_BLOCKS
-from tokenweave.collective.kernels import HAS_RESIDUAL, ROW_COUNT, ROWS, ring_depth
+from tokenweave.collective.kernels import HAS_RESIDUAL, ROW_COUNT, ROWS, Kernel, ring_depth
 from tokenweave.collective.symmetric import FLAG_BYTES, RECORD_WORDS, STATE_WORDS, Symmetric
 from tokenweave.collective.workspace import Workspace
 from tokenweave.errors import CollectiveError
@@ -200,6 +201,69 @@ def test_the_same_call_has_the_same_signature_and_another_has_not(two_ranks):
         one, again, *others = (launch.args.signature for launch in two_ranks)
         assert one == again
         assert len({one, *others}) == 4
+
+
+@pytest.mark.parametrize("launch", [{"ctas": 8}, {}, {"layout": "replicated"}], ids=str)
+def test_every_call_that_must_not_meet_another_has_its_own_signature(two_ranks, launch):
+    """Peers find each other by it: what makes a kernel read, send or add something else has to be in it."""
+    ones, few = torch.ones(HIDDEN, dtype=torch.bfloat16), torch.arange(10)
+    count = torch.tensor([9], dtype=torch.int32)
+    calls = [
+        {"tokens": 64},
+        {"tokens": 63},
+        {"tokens": 64, "has_residual": False},
+        {"tokens": 64, "bias": ones},
+        {"tokens": 64, "post_norm": ones},
+        {"tokens": 64, "weight_offset": 1.0},
+        {"tokens": 64, "row_count": count},
+        {"tokens": 64, "rows": few},
+        {"tokens": 63, "rows": few},  # another batch, of which as many rows are sent
+        {"tokens": 64, "rows": few[:9]},
+        {"tokens": 64, "rows": few, "bias": ones},
+    ]
+    with _open() as of:
+        out = of.buffer(64, region=1)
+        for options in calls:
+            n = len(options["rows"]) if "rows" in options else options["tokens"]
+            _call(of, **options, **launch, out=out[:n])
+    signatures = [made.args.signature for made in two_ranks]
+    assert len(set(signatures)) == len(signatures) == len(calls)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"name": "twoshot_ring"}, {"options": 3}, {"groups": 2}, {"stages": 8}, {"blocks": 9}, {"tokens": 63}, {"n": 63}],
+    ids=str,
+)
+def test_a_signature_has_every_number_of_a_launch(changed):
+    shape = {"name": "twoshot_registers", "options": 1, "groups": 4, "stages": 0, "blocks": 8, "tokens": 64, "n": 64}
+
+    def signature(name, options, groups, stages, blocks, tokens, n):
+        kernel = Kernel(name, 2, 0, HIDDEN, "bfloat16", options, 128, groups, stages)
+        return cuda_backend._signature(kernel, blocks, tokens, n, 0, None)
+
+    assert signature(**shape) != signature(**{**shape, **changed})
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_all_ranks_launch_the_same(two_ranks, ranks):
+    """Whatever the last one owns: fewer rows than the others, or none. All but the rank's own index and addresses."""
+    residual, weight = torch.zeros(400, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN, dtype=torch.bfloat16)
+    names = set()
+    with _open() as of:
+        of.world_size = ranks
+        for tokens in range(1, 400):
+            for options in ({}, {"ctas": 4}, {"layout": "replicated"}):
+                made = set()
+                for of.rank in (0, ranks - 1):
+                    fused(of.buffer(tokens), residual[:tokens], weight, 1e-5, of, **options)
+                    launch = two_ranks.pop()
+                    depths = tuple(p.value for p in launch.params if hasattr(p, "value"))
+                    kernel = dataclasses.replace(launch.kernel, rank=0)
+                    made.add((kernel, launch.blocks, launch.args.signature, launch.overlap, depths))
+                    names.add(kernel.name)
+                assert len(made) == 1, f"{tokens} tokens of {ranks} ranks, {options}: {made}"
+    assert names == {"twoshot_ring", "twoshot_registers", "oneshot"}
 
 
 def test_a_failed_kernel_is_an_error_at_the_next_call(two_ranks):
