@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import logging
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,6 +17,7 @@ from tokenweave.collective.arguments import MAX_BLOCKS
 from tokenweave.collective.kernels import HAS_RESIDUAL, ROW_COUNT, ROWS, Kernel, ring_depth
 from tokenweave.collective.symmetric import FLAG_BYTES, RECORD_WORDS, STATE_WORDS, Symmetric
 from tokenweave.collective.workspace import Workspace
+from tokenweave.cuda import launch
 from tokenweave.errors import CollectiveError
 
 HIDDEN, PEER = 4096, 1 << 40  # the peer's memory lies that far from ours
@@ -42,12 +45,13 @@ def two_ranks(monkeypatch):
     """Rank 0 of two, bf16, with symmetric memory that is plain CPU memory; and the list of launches."""
 
     def allocate(group, *, max_tokens, hidden, dtype, device, channels, regions, fp8_regions):
-        memory = torch.zeros(regions, max_tokens, hidden, dtype=dtype)
+        # A row before and behind it belong to somebody else.
+        memory = torch.zeros(regions * max_tokens + 2, hidden, dtype=dtype)[1:-1].view(regions, max_tokens, hidden)
         flags = regions * max_tokens * hidden * dtype.itemsize
         return Symmetric(
             data=memory,
             fp8=torch.zeros(fp8_regions, max_tokens, hidden).to(torch.float8_e4m3fn),
-            scales=torch.zeros(fp8_regions, max_tokens),
+            scales=torch.zeros(fp8_regions * max_tokens + 2)[1:-1].view(fp8_regions, max_tokens),
             addresses=[memory.data_ptr(), memory.data_ptr() + PEER],
             multicast=0,
             flags=flags,
@@ -194,6 +198,43 @@ def test_quantised_rows(two_ranks):
         assert args.out[0] is None
 
 
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0)], ids=str)
+def test_quantised_rows_need_a_gpu_that_converts_to_fp8(two_ranks, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "this GPU")
+    with _open(fp8_regions=1) as of:
+        options = {"out_dtype": torch.float8_e4m3fn}
+        arguments = torch.zeros(64, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN, dtype=torch.bfloat16), 1e-5, of
+        if capability >= (8, 9):
+            fused(of.buffer(64), *arguments, **options)
+            assert len(two_ranks) == 1
+        else:
+            with pytest.raises(CollectiveError, match=r"compute capability 8\.9 or newer, and this GPU has less"):
+                fused(of.buffer(64), *arguments, **options)
+            assert not two_ranks
+
+
+@pytest.mark.parametrize(
+    ("capability", "found", "says"),
+    [
+        ((7, 5), True, "this GPU has less than compute capability 8.0"),
+        ((8, 0), True, ""),
+        ((9, 0), True, ""),
+        ((9, 0), False, "cuda-core is not installed"),
+    ],
+)
+def test_kernels_are_available_from_ampere_on(monkeypatch, caplog, capability, found, says):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "this GPU")
+    asked = launch.available.__wrapped__  # its answers are kept
+    with caplog.at_level(logging.WARNING, "tokenweave.cuda.launch"):
+        assert asked(torch.device("cuda", 0)) is not bool(says)
+        assert asked(torch.device("cpu")) is False
+    assert len(caplog.messages) == bool(says)
+    assert says in caplog.text
+
+
 def test_the_same_call_has_the_same_signature_and_another_has_not(two_ranks):
     with _open() as of:
         for tokens, ctas, start in ((64, 8, 0), (64, 8, 0), (63, 8, 0), (64, 9, 0), (64, 8, 1)):
@@ -203,8 +244,32 @@ def test_the_same_call_has_the_same_signature_and_another_has_not(two_ranks):
         assert len({one, *others}) == 4
 
 
-@pytest.mark.parametrize("launch", [{"ctas": 8}, {}, {"layout": "replicated"}], ids=str)
-def test_every_call_that_must_not_meet_another_has_its_own_signature(two_ranks, launch):
+def test_only_what_lies_in_the_workspace_has_an_offset(two_ranks):
+    with _open(fp8_regions=1, staging=False) as of:
+        data, scales, start = of.symmetric.data, of.symmetric.scales, of.buffer(1).data_ptr()
+        rows = of.regions * of.max_tokens
+
+        def around(first: int, n: int) -> torch.Tensor:
+            """Rows of the memory that the workspace is part of, counted from its first one."""
+            return data.as_strided((n, HIDDEN), (HIDDEN, 1), data.storage_offset() + first * HIDDEN)
+
+        assert [of.offset_of(around(first, 2)) for first in (0, 1, rows - 2)] == [0, ROW, (rows - 2) * ROW]
+        assert [of.offset_of(around(*outside)) for outside in ((-1, 1), (-1, 2), (rows - 1, 2), (rows, 1))] == [
+            None
+        ] * 4
+        assert of.offset_of(of.buffer(4)[:, : HIDDEN // 2]) is None  # its rows are apart
+        assert of.offset_of(of.buffer(4).view(torch.float16)) is None
+        assert of.offset_of(of.fp8(2, start=3)) == of.fp8(1).data_ptr() + 3 * HIDDEN - start
+        assert of.offset_of(of.fp8(2).view(torch.uint8)) is None
+        assert of.offset_of(of.scales(2, start=3)) == scales.data_ptr() + 12 - start
+        last = scales.as_strided((3,), (1,), scales.storage_offset() + of.max_tokens - 2)
+        assert of.offset_of(last[:2]) is not None
+        assert of.offset_of(last) is None
+    assert of.offset_of(around(0, 1)) is None  # closed
+
+
+@pytest.mark.parametrize("shape", [{"ctas": 8}, {}, {"layout": "replicated"}], ids=str)
+def test_every_call_that_must_not_meet_another_has_its_own_signature(two_ranks, shape):
     """Peers find each other by it: what makes a kernel read, send or add something else has to be in it."""
     ones, few = torch.ones(HIDDEN, dtype=torch.bfloat16), torch.arange(10)
     count = torch.tensor([9], dtype=torch.int32)
@@ -225,7 +290,7 @@ def test_every_call_that_must_not_meet_another_has_its_own_signature(two_ranks, 
         out = of.buffer(64, region=1)
         for options in calls:
             n = len(options["rows"]) if "rows" in options else options["tokens"]
-            _call(of, **options, **launch, out=out[:n])
+            _call(of, **options, **shape, out=out[:n])
     signatures = [made.args.signature for made in two_ranks]
     assert len(set(signatures)) == len(signatures) == len(calls)
 
