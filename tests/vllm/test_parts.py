@@ -99,6 +99,18 @@ def test_what_was_cached_before_is_no_hazard() -> None:
     assert not live.hazard([Rows("reader", 2, 66), Rows("writer", 100, 100)], 20)  # the next step: all is written
 
 
+def test_a_hit_is_forgotten_once_its_step_is_planned() -> None:
+    prompt = list(range(100))
+    live = requests(reader=([*prompt[:64], 7, 7], 64), other=([*prompt[:64], 8, 8], 64), writer=(prompt, 0))
+    step = [Rows("reader", 1, 65), Rows("writer", 100, 0)]  # a writer of the blocks that the reader once found
+    assert live.hazard(step, 20)
+    live.planned(["reader"])
+    assert not live.hazard(step, 20)
+    assert live.hazard([Rows("other", 1, 65), Rows("writer", 100, 0)], 20)  # was not in that step
+    live.add("reader", [*prompt[:64], 7, 7], 64)  # again, after a preemption
+    assert live.hazard(step, 20)
+
+
 def test_a_writer_behind_the_hit_or_a_reader_without_one_is_no_hazard() -> None:
     live = requests(reader=(list(range(70)), 64), other=(list(range(200)), 0))
     assert not live.hazard([Rows("reader", 6, 64), Rows("other", 50, 64)], 10)  # writes positions from 64 on
