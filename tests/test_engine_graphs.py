@@ -139,6 +139,9 @@ def embed_like_the_kernel(table, token_ids, out, *, first, count):
     out.copy_(torch.where(here.unsqueeze(1), table[torch.where(here, token_ids - first, 0)], 0))
 
 
+_CAPTURE = StepGraphs._capture  # which `replaced_gpu` replaces
+
+
 class _Stream:
     def wait_stream(self, other):
         pass
@@ -273,6 +276,46 @@ def test_graphs_are_bounded_in_number_and_memory(model, without_gpu):
     assert run(96) == 0  # at the bound of the memory all go
     assert (step_graphs.graphs, step_graphs.bytes) == (0, 0)
     assert run(96, 3, 3) == 2
+    engine.close()
+
+
+def _counting(partial, residual, weight, eps, workspace, **options):
+    """A single rank's collective, counted as one of several ranks would be."""
+    workspace.collectives += 1
+    workspace.bytes_sent += partial.nbytes
+    del options["row_count"]
+    return fused_allreduce_rmsnorm(partial, residual, weight, eps, workspace, **options)
+
+
+@contextlib.contextmanager
+def _capturing(stream, pool):
+    """What is captured has not run: a replay of it is counted by nobody but the graphs."""
+    yield mock.Mock(spec=["replay"])
+
+
+def test_a_replay_counts_what_its_step_sends_and_a_capture_nothing(model, without_gpu):
+    engine = make_engine(model, max_batch_tokens=96, cache_rows=256)
+    step_graphs = StepGraphs(engine._stages, engine.workspace, engine._residual, engine._overlap, 128)
+    cuda = {"mem_get_info": lambda device: (1 << 30, 1 << 31), "memory_reserved": lambda device: 0}
+    grown = []
+    with (
+        mock.patch.object(execution, "fused_allreduce_rmsnorm", _counting),
+        mock.patch.object(graphs, "capturing", _capturing),
+        mock.patch.object(StepGraphs, "_capture", _CAPTURE),
+        mock.patch.multiple(torch.cuda, **cuda),
+    ):
+        for plan in (Plan(Mode.FUSED), Plan(Mode.WOVEN, split=8)):
+            for _ in range(4):
+                before = engine.workspace.collectives, engine.workspace.bytes_sent
+                step_graphs.forward([Chunk(0, 0, (1,) * 24, 0, True)], plan)
+                after = engine.workspace.collectives, engine.workspace.bytes_sent
+                grown.append(tuple(b - a for a, b in zip(before, after, strict=True)))
+    assert (step_graphs.eager, step_graphs.replays) == (2, 6)
+    stages = len(engine._stages)
+    row = engine.workspace.hidden * engine.workspace.dtype.itemsize
+    assert grown[:4] == [(stages, 24 * row * stages)] * 4  # the first, and a capture with its replay, and two replays
+    assert grown[4:] == [(2 * stages, 24 * row * stages)] * 4
+    step_graphs.close()
     engine.close()
 
 
