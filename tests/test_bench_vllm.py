@@ -22,7 +22,7 @@ from tokenweave.cli import bench_vllm
 from tokenweave.cli.main import main
 from tokenweave.doctor import vllm as doctor_vllm
 from tokenweave.doctor.vllm import Vllm
-from tokenweave.errors import RequestError
+from tokenweave.errors import ModelError, RequestError
 from tokenweave.models.config import builtin_names, read_config
 
 # A prefill takes 20 us a token, a third less with TokenWeave on; a decoding step 2 ms. Tokens follow from the prompt alone.
@@ -339,6 +339,13 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RequestError, match="TOKENWEAVE_CACHE"):
         model_folder(builtin_names()[0], tmp_path / "file")
+
+
+def test_no_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="no model is named"):
+        model_folder("", tmp_path)
 
 
 def test_a_step_is_measured_while_all_requests_decode() -> None:
