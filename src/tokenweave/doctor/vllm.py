@@ -177,9 +177,8 @@ def _plugin(version: str, platform: str, environment: Mapping[str, str]) -> Verd
 def _config(model: str) -> tuple[dict[str, Any], ModelConfig | None]:
     """(config.json as it is, or as a built-in name would have it; the numbers of a built-in name)."""
     path = Path(model)
-    if model and os.path.isdir(
-        path
-    ):  # unlike Path's, no error for names that are too long or that must not be looked up
+    # Unlike Path's, os.path's raise no error for names that are too long or that must not be looked up.
+    if model and os.path.isdir(path):
         raw = read_json(path / "config.json")
         names = raw.get("architectures")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -110,9 +110,8 @@ def model_folder(model: str, where: Path) -> tuple[Path, bool]:
         ModelError: there is no built-in name like it.
     """
     path = Path(model)
-    if model and os.path.isdir(
-        path
-    ):  # unlike Path's, no error for names that are too long or that must not be looked up
+    # Unlike Path's, os.path's raise no error for names that are too long or that must not be looked up.
+    if model and os.path.isdir(path):
         read_json(path / "config.json")
         return path.resolve(), False
     if model and os.path.exists(path):
