@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from collective_cases import Case, bits, call, call_sequential, check, fresh_seed, make, open_workspace
@@ -160,30 +160,30 @@ def _alone(case: Case, seed: int, cut: int, order: list[int], one: int) -> None:
             assert torch.equal(part_residual[mine.start : mine.stop], full_residual[owned])
 
 
-# A rank that raises ends its pool: to shrink a failure would start processes for minutes.
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-)
-@given(data=st.data())
-def test_a_rows_bits_do_not_change_with_its_neighbours_its_owner_or_the_cut(data):
-    tokens = data.draw(st.integers(1, 40))
-    case = Case(
-        tokens,
-        8 * data.draw(st.integers(1, 80)),
-        data.draw(st.sampled_from(DTYPES)),
-        has_residual=data.draw(st.booleans()),
-        post_norm=data.draw(st.booleans()),
-        bias=data.draw(st.booleans()),
-        weight_offset=data.draw(st.sampled_from([0.0, 1.0])),
-    )
-    world_size = data.draw(st.integers(1, 4))
-    cut = data.draw(st.integers(0, tokens))
-    order = data.draw(st.permutations(range(tokens)))
-    one = data.draw(st.integers(0, tokens - 1))
-    run_ranks(world_size, _alone, case, data.draw(st.integers(0, 2**31)), cut, list(order), one)
+def _each_alone(draws: list[tuple[Case, int, int, list[int], int]]) -> None:
+    for draw in draws:
+        _alone(*draw)
+
+
+# Drawn here, not by Hypothesis: a rank that raises ends its pool, and to shrink a failure would start processes for minutes.
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_rows_bits_do_not_change_with_its_neighbours_its_owner_or_the_cut(world_size):
+    pick = random.Random(fresh_seed())
+    draws = []
+    for number in range(36):
+        tokens = pick.choice([1, 2, 3, 4, 5, pick.randint(1, 40), pick.randint(1, 40)])
+        case = Case(
+            tokens,
+            8 * pick.choice([1, 2, 3, pick.randint(1, 80)]),
+            DTYPES[number % 3],
+            has_residual=pick.random() < 0.5,
+            post_norm=pick.random() < 0.5,
+            bias=pick.random() < 0.5,
+            weight_offset=pick.choice([0.0, 1.0]),
+        )
+        order = pick.sample(range(tokens), tokens)
+        draws.append((case, pick.randrange(2**31), pick.randint(0, tokens), order, pick.randrange(tokens)))
+    run_ranks(world_size, _each_alone, draws)
 
 
 def _bad_row(value: float, bad: int, on_rank: int, seed: int) -> None:
