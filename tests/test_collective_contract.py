@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import re
 
@@ -237,6 +238,19 @@ def test_what_one_rank_cannot_make_no_rank_has(wrong, changes, message):
     assert message in found[wrong]
     assert found[wrong].startswith("Workspace: ")
     assert found[1 - wrong] == f"rank {wrong} cannot make its part of the workspace: {found[wrong]}"
+
+
+def _made_by_some(seconds: float) -> str:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+    if dist.get_rank() == 1:
+        return "elsewhere"
+    with pytest.raises(CollectiveError) as caught:
+        Workspace(group, max_tokens=8, hidden=16, dtype=torch.float32)
+    return str(caught.value)
+
+
+def test_a_rank_that_makes_no_workspace_is_missed():
+    assert "for a peer that did not come" in run_ranks(2, _made_by_some, 1.0)[0]
 
 
 def _of_another_group() -> str:

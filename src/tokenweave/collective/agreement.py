@@ -67,13 +67,15 @@ def agreed(group: dist.ProcessGroup | None) -> Iterator[dict[str, object]]:
         the values by name, to be filled. Of a device the type is compared; a GPU is the one that NCCL exchanges on.
 
     Raises:
-        CollectiveError: what the block raises, on the others that this rank failed, or that the values differ.
+        CollectiveError: what the block raises, on the others that this rank failed, or that the values differ; or a rank did
+            not come to the end of its block.
     """
     mine: dict[str, object] = {}
     try:
         yield mine
     except CollectiveError as error:
-        _exchanged({"problem": str(error)}, None, group)
+        with contextlib.suppress(CollectiveError):  # a lost peer need not be told
+            _exchanged({"problem": str(error)}, None, group)
         raise
     device = mine.get("device")
     values = {name: value.type if isinstance(value, torch.device) else value for name, value in mine.items()}
@@ -90,7 +92,8 @@ def _exchanged(
     whole = group or dist.group.WORLD
     assert whole is not None
     on_gpu = device is not None and device.type == "cuda"
-    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
+    here = torch.cuda.device(device) if on_gpu else contextlib.nullcontext()
+    with peers.lost_peer_is_told(dist.get_rank(group)), here:
         return peers.differing(values, whole)
 
 

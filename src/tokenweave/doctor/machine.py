@@ -194,7 +194,7 @@ def judge_multicast(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> Ve
     if any(gpu.multicast is False for gpu in gpus):
         return Verdict("no", "the driver says that the GPUs do not support it (no NVSwitch, or its fabric is not up)")
     for name in ("TOKENWEAVE_DISABLE_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
-        if environment.get(name, "0") not in ("", "0"):
+        if environment.get(name, "0").casefold() not in ("", "0", "false"):
             return Verdict("no", f"{name} is set in the environment")
     if environment.get("NCCL_NVLS_ENABLE") == "0":
         return Verdict("no", "NCCL_NVLS_ENABLE=0 in the environment, which is taken to mean everybody")
