@@ -62,8 +62,9 @@ def assert_nothing_is_left(processes):
     assert not ranks_of(os.getpid())
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    ("victim", "sent"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGSEGV)]
+)
 def test_a_rank_that_dies_while_generating_is_named_and_the_others_end(model, victim, sent):
     llm = LLM(model, 3, device="cpu")
     processes = list(llm._ranks.processes)
