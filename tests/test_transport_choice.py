@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from tokenweave.collective import Workspace, cuda_backend, selftest, torch_backend, workspace
-from tokenweave.collective.symmetric import Symmetric, multicast_switched_off
+from tokenweave.collective.symmetric import Symmetric
 from tokenweave.collective.workspace import choose_transport
 from tokenweave.errors import CollectiveError, CudaError
+from tokenweave.switches import multicast_switched_off
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

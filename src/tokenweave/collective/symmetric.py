@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tokenweave.collective import fp8
 from tokenweave.collective.arguments import MAX_BLOCKS, MAX_RANKS
 from tokenweave.errors import CollectiveError
+from tokenweave.switches import multicast_switched_off
 
 STATE_WORDS = MAX_BLOCKS + 8  # epochs, the poison word, the one-shot kernel's counters
 RECORD_WORDS = 8
@@ -35,17 +36,6 @@ _ONESHOT_BYTES = {
 def oneshot_rows(world_size: int, row_bytes: int) -> int:
     """Rows that an inbox holds: the largest batch that the one-shot kernel takes at once."""
     return max(1, _ONESHOT_BYTES.get(world_size, 512 << 10) // row_bytes)
-
-
-def multicast_switched_off(environment: Mapping[str, str]) -> str | None:
-    """The setting that keeps everybody from NVSwitch multicast, as ``"NAME=value"``, or None.
-
-    NCCL's own switch counts: who sets it has a machine where multicast must not be used.
-    """
-    for name in ("TOKENWEAVE_DISABLE_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
-        if environment.get(name, "0").casefold() not in ("", "0", "false"):
-            return f"{name}={environment[name]}"
-    return "NCCL_NVLS_ENABLE=0" if environment.get("NCCL_NVLS_ENABLE") == "0" else None
 
 
 @contextlib.contextmanager

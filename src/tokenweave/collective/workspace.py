@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from tokenweave.collective import fp8
 from tokenweave.collective.agreement import agreed, check_arguments, placed
-from tokenweave.collective.symmetric import Symmetric, allocate, multicast_switched_off
+from tokenweave.collective.symmetric import Symmetric, allocate
 from tokenweave.errors import CollectiveError
+from tokenweave.switches import multicast_switched_off
 
 log = logging.getLogger(__name__)
 _names = itertools.count()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenweave.cache import cache_dir
+from tokenweave.switches import multicast_switched_off
 
 PYTHON_MIN = (3, 10)
 TORCH_MIN = (2, 11)
@@ -193,11 +194,10 @@ def judge_multicast(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> Ve
         return Verdict("no", f"GPU {older[0].index} is {capability}; multicast needs sm_90 or newer")
     if any(gpu.multicast is False for gpu in gpus):
         return Verdict("no", "the driver says that the GPUs do not support it (no NVSwitch, or its fabric is not up)")
-    for name in ("TOKENWEAVE_DISABLE_MULTICAST", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
-        if environment.get(name, "0").casefold() not in ("", "0", "false"):
-            return Verdict("no", f"{name} is set in the environment")
-    if environment.get("NCCL_NVLS_ENABLE") == "0":
-        return Verdict("no", "NCCL_NVLS_ENABLE=0 in the environment, which is taken to mean everybody")
+    if (switch := multicast_switched_off(environment)) is not None:
+        if switch == "NCCL_NVLS_ENABLE=0":
+            return Verdict("no", f"{switch} in the environment, which is taken to mean everybody")
+        return Verdict("no", f"{switch.partition('=')[0]} is set in the environment")
     if any(gpu.multicast is None for gpu in gpus):
         return Verdict("unknown", "the driver was not asked: that needs cuda-bindings")
     return Verdict("yes", "the driver supports it and nothing switches it off")

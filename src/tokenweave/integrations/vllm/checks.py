@@ -10,6 +10,7 @@ from typing import Any
 from tokenweave.integrations.vllm.linear import plain_vocabulary
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.walk import attentions
+from tokenweave.switches import switched_on
 
 Finding = tuple[Reason, str]
 """The reason, and what was found."""
@@ -46,8 +47,8 @@ def engine_problem(vllm_config: Any, prefix: str, platform: str) -> Finding | No
         (Reason.KV_CACHE_DTYPE, lambda: getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
         (Reason.ROUTED_EXPERTS, lambda: _returns_routed_experts(vllm_config)),
         (Reason.RUNNER, lambda: _wrong_runner(vllm_config, platform)),
-        (Reason.BREAKABLE_GRAPHS, lambda: _set("VLLM_USE_BREAKABLE_CUDAGRAPH")),
-        (Reason.BATCH_INVARIANT, lambda: _set("VLLM_BATCH_INVARIANT")),
+        (Reason.BREAKABLE_GRAPHS, lambda: switched_on(os.environ, "VLLM_USE_BREAKABLE_CUDAGRAPH")),
+        (Reason.BATCH_INVARIANT, lambda: switched_on(os.environ, "VLLM_BATCH_INVARIANT")),
     ]
     for reason, test in tests:
         if found := test():
@@ -83,10 +84,6 @@ def _wrong_runner(vllm_config: Any, platform: str) -> str | None:
     """GPUs have the hooks of the V2 runner, CPUs those of the V1 runner; either platform may run either."""
     needed = platform == "cuda"
     return None if vllm_config.use_v2_model_runner == needed else f"set VLLM_USE_V2_MODEL_RUNNER={needed:d}"
-
-
-def _set(variable: str) -> bool:
-    return os.environ.get(variable, "0").casefold() not in ("", "0", "false")
 
 
 _LAYER = {"self_attn", "mlp", "block_sparse_moe", "input_layernorm", "post_attention_layernorm"}
