@@ -16,10 +16,9 @@ from types import SimpleNamespace
 import pytest
 from fetch_smollm2 import NAME, cache_path
 
-from tokenweave.bench import plots
 from tokenweave.bench.result import write_result
 from tokenweave.cache import cache_dir
-from tokenweave.files import write_whole
+from tokenweave.files import write_picture, write_whole
 
 
 def test_a_file_is_replaced_and_nothing_else_stays(tmp_path: Path) -> None:
@@ -62,7 +61,7 @@ def test_a_full_disk_is_told_with_the_files_name_and_leaves_the_file_of_before(
 
     monkeypatch.setattr(os, "fsync", full)
     figure = SimpleNamespace(savefig=lambda stream, dpi, format: stream.write(format.encode()))
-    for write in (lambda: write_whole(file, b"now"), lambda: plots.save(figure, file, dpi=20)):
+    for write in (lambda: write_whole(file, b"now"), lambda: write_picture(file, figure, dpi=20)):
         with pytest.raises(OSError, match=re.escape(f"[Errno 28] No space left on device: '{file}'")):
             write()
     assert file.read_bytes() == b"before"

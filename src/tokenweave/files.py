@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _ENDING = ".tokenweave-part"
 _LEFT_BEHIND = (
@@ -56,6 +61,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
         if isinstance(error, OSError):  # of a full disk it names no file, else the part
             error.filename, error.filename2 = os.fspath(path), None
         raise
+
+
+def write_picture(path: Path, figure: Figure, dpi: int) -> None:
+    """:func:`write_whole` for a picture; its format is what the file's name ends in."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=dpi, format=path.suffix[1:].lower())
+    write_whole(path, picture.getvalue())
 
 
 def refusal(path: Path, *, streams: bool = True) -> str | None:

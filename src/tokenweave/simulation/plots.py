@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenweave.bench.plots import save
+from tokenweave.files import write_picture
 from tokenweave.simulation.report import CURVE, Run
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def plot(about: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
         f"{Path(about['trace']).stem}, {about['max_batch_tokens']} tokens a step; simulated",
         fontsize="small",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path, dpi=120)
+    write_picture(path, figure, dpi=120)
 
 
 def _with_replicas(run: Run) -> str:

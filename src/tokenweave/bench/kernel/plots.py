@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokenweave.bench.plots import require_matplotlib, save
+from tokenweave.bench.plots import require_matplotlib
 from tokenweave.errors import RequestError
+from tokenweave.files import write_picture
 
 OURS = "this package"
 FAMILIES = {
@@ -58,8 +59,7 @@ def plot_kernel(result: dict[str, Any], path: Path) -> None:
             axes.grid(alpha=0.3)
         wire.legend(fontsize="small", loc="upper left")
     figure.suptitle(result["machine"], fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path, dpi=120)
+    write_picture(path, figure, dpi=120)
 
 
 def _fastest(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokenweave.bench.plots import require_matplotlib, save
+from tokenweave.bench.plots import require_matplotlib
 from tokenweave.errors import RequestError
+from tokenweave.files import write_picture
 
 _MODE_COLOURS = {"sequential": "C7", "fused": "C0", "woven": "C2", "auto": "C3", "no_comm": "black"}
 
@@ -47,5 +48,4 @@ def plot_latency(result: dict[str, Any], path: Path) -> None:
     settings = result["config"]
     title = f"{settings['model']}, {settings['layers']} layers, {settings['ranks']} GPUs, {settings['dtype']}"
     figure.suptitle(f"{title}\n{result.get('machine', '')}", fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path, dpi=120)
+    write_picture(path, figure, dpi=120)

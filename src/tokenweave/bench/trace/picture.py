@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenweave.bench.plots import require_matplotlib, save
+from tokenweave.bench.plots import require_matplotlib
 from tokenweave.bench.trace.events import Kind, Span
+from tokenweave.files import write_picture
 
 _COLOURS: dict[Kind, str] = {
     "GEMM": "#4477aa",
@@ -57,4 +58,4 @@ def draw_layer(spans: Sequence[Span], title: str, paths: Sequence[Path]) -> None
         handles.append(Patch(facecolor="black", alpha=_SUFFIX, label="paler: suffix"))
     figure.legend(handles=handles, loc="outside right upper", fontsize="x-small")
     for path in paths:
-        save(figure, path, dpi=150)
+        write_picture(path, figure, dpi=150)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from tokenweave.bench.plots import require_matplotlib, save
+from tokenweave.bench.plots import require_matplotlib
 from tokenweave.bench.vllm.report import STOCK, UNITS
 from tokenweave.errors import RequestError
+from tokenweave.files import write_picture
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -31,8 +32,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         else:
             _draw_times(axes, phase, rows, names)
     figure.suptitle(result["machine"], fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(figure, path, dpi=120)
+    write_picture(path, figure, dpi=120)
 
 
 def _draw_throughput(axes: Any, rows: list[dict[str, Any]], names: Sequence[str]) -> None:
