@@ -177,14 +177,14 @@ def _plugin(version: str, platform: str, environment: Mapping[str, str]) -> Verd
 def _config(model: str) -> tuple[dict[str, Any], ModelConfig | None]:
     """(config.json as it is, or as a built-in name would have it; the numbers of a built-in name)."""
     path = Path(model)
-    # Unlike Path's, os.path's raise no error for names that are too long or that must not be looked up.
-    if model and os.path.isdir(path):
+    # Unlike Path's, os.path's raise no error for names that are too long or that must not be looked up, and find nothing at "".
+    if os.path.isdir(model):
         raw = read_json(path / "config.json")
         names = raw.get("architectures")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ModelError(f"{path / 'config.json'}: architectures is {names!r}; expected a list of names")
         return raw, None
-    if model and os.path.exists(path):
+    if os.path.exists(model):
         raise ModelError(f"{model}: expected a Hugging Face folder or a built-in name; vLLM reads its config.json")
     config = read_config(model)
     architecture = next(name for name, family in ARCHITECTURES.items() if family == config.family)

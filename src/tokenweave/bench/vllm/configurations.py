@@ -110,11 +110,11 @@ def model_folder(model: str, where: Path) -> tuple[Path, bool]:
         ModelError: there is no built-in name like it.
     """
     path = Path(model)
-    # Unlike Path's, os.path's raise no error for names that are too long or that must not be looked up.
-    if model and os.path.isdir(path):
+    # Unlike Path's, os.path's raise no error for names that are too long or that must not be looked up, and find nothing at "".
+    if os.path.isdir(model):
         read_json(path / "config.json")
         return path.resolve(), False
-    if model and os.path.exists(path):
+    if os.path.exists(model):
         raise RequestError(
             f"--model {model}: vLLM is started with a Hugging Face folder, or with one of {', '.join(builtin_names())}"
         )
