@@ -104,9 +104,7 @@ class Case:
         elif self.kind == "sharded":  # a row of every rank and the residual; the residual and a row to every rank
             read, written = own * (RANKS + 1), own * (RANKS + 1)
             sent = received = own * (RANKS - 1) * remote
-            if (
-                self.fp8 is not None
-            ):  # of the rows that are written, all but the residual are of bytes; scales count for nothing
+            if self.fp8 is not None:  # all that is written but the residual is of bytes; scales count for nothing
                 written, sent = own * (RANKS + 2) // 2, sent // 2
         else:  # own sums, the residual and what arrived; the residual, the result and what is pushed
             read, written = self.tokens * (RANKS + 1), self.tokens * (RANKS + 1)

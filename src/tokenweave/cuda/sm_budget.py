@@ -2,8 +2,7 @@
 
 cuBLAS's kernels for Hopper are one persistent wave of as many blocks as the GPU has SMs. With 8 SMs held, the blocks that
 find no place run as a second wave, and the GEMM takes twice as long; told of 124 SMs it takes 5 to 31 % longer
-(docs/sm-budgets.md). The
-choice is made when the GEMM is launched, so a captured graph keeps it.
+(docs/sm-budgets.md). The choice is made when the GEMM is launched, so a captured graph keeps it.
 """
 
 from __future__ import annotations

@@ -248,9 +248,8 @@ class KernelBench:
     def _reset(self, impl: Implementation, fixture: Fixture, tokens: int) -> None:
         impl.rows.copy_(fixture.partials[:tokens])
         fixture.residual[:tokens].copy_(fixture.residuals[:tokens])
-        if (
-            impl.fp8 is not None
-        ):  # NaN, which no earlier result hides; peers write only when this rank's kernel has begun
+        if impl.fp8 is not None:
+            # NaN, which no earlier result hides; peers write only when this rank's kernel has begun.
             impl.fp8.rows.view(torch.uint8).fill_(0x7F)
             if impl.fp8.scales is not None:
                 impl.fp8.scales.fill_(float("nan"))

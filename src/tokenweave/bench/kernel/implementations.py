@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.flashinfer_fusion import FlashInferFusion
+from tokenweave.bench.kernel.report import FP8, key_of
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.collective import fp8 as quantisation
 from tokenweave.collective.fp8 import Fp8
@@ -96,7 +97,7 @@ class Implementation:
     @property
     def key(self) -> str:
         """Unique within a number of tokens."""
-        return self.name if self.ctas is None else f"{self.name}-{self.ctas}"
+        return key_of(self.name, self.ctas)
 
 
 @dataclass(frozen=True)
@@ -201,10 +202,7 @@ def _ours(fixture: Fixture) -> Prepared:
                 unquantised=plain.key,
                 wire=wire,
             )
-            for ending, output in {
-                "fp8 static": Fp8(rows, None, scale),
-                "fp8 rows": Fp8(rows, scales, None),
-            }.items()
+            for ending, output in zip(FP8, (Fp8(rows, None, scale), Fp8(rows, scales, None)), strict=True)
         ]
 
     def choices(tokens: int) -> Choices:

@@ -25,6 +25,11 @@ FP8 = ("fp8 static", "fp8 rows")
 """How the names of implementations with fp8 results end: one static scale, a scale a row."""
 
 
+def key_of(impl: str, ctas: int | None) -> str:
+    """What an implementation is known by within a number of tokens."""
+    return impl if ctas is None else f"{impl}-{ctas}"
+
+
 def short_name(row: dict[str, Any]) -> str:
     """A column's heading for a row's implementation; the default's blocks vary with the tokens and are left out."""
     name = _SHORT.get(row["impl"], row["impl"])
@@ -134,7 +139,7 @@ def _fp8_table(hidden: int, rows: list[dict[str, Any]]) -> str:
             *(head for kind in FP8 for head in (f"{kind}, us", "ratio", "95 %")),
         ]
     ]
-    keys = {(row["tokens"], f"{row['impl']}-{row['ctas']}" if row["ctas"] else row["impl"]): row for row in rows}
+    keys = {(row["tokens"], key_of(row["impl"], row["ctas"])): row for row in rows}
     quantised = [row for row in rows if row["kind"] == "fp8"]
     for tokens, key in dict.fromkeys((row["tokens"], row["unquantised"]) for row in quantised):
         same = [row for row in quantised if (row["tokens"], row["unquantised"]) == (tokens, key)]
