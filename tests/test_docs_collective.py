@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_what_is_said_of_four_ranks_was_measured():
@@ -45,3 +46,65 @@ def test_what_is_said_of_freeing_a_stage_was_measured():
         times = [time for name, time in us[ctas].items() if name not in ("tokens", "hidden", "ctas")]
         assert len(times) == 6
         assert max(times) / min(times) < 1.004
+
+
+def test_what_is_said_of_the_collectives_aims():
+    page = (ROOT / "docs" / "collective.md").read_text("utf-8")
+    text, lines = " ".join(page.split()), page.splitlines()
+    aims, sizes = {12: (4.5, 1.15), 8: (5.0, 1.35), 4: (5.0, 2.7)}, (1024, 2048, 4096, 8192, 16384, 32768)
+    beyond: dict[tuple[int, int, int], int] = {}
+    for hidden in (4096, 8192):
+        kernels = json.loads((RESULTS / f"h200x2-kernel-{hidden}.json").read_text("utf-8"))["rows"]
+        times = {(row["tokens"], row["ctas"]): row["us"] for row in kernels if row["impl"] == "tokenweave two-shot"}
+        for blocks, (fixed, wires) in aims.items():
+            assert f"{fixed:g} + {wires} w" in text
+            cells = []
+            for tokens in sizes:
+                us, aim = times.get((tokens, blocks)), fixed + wires * tokens * hidden * 2 / 390e3
+                if us is not None:
+                    beyond[hidden, blocks, tokens] = more = round(100 * (us / aim - 1))
+                    shown = (f"{n:.1f}" if n < 100 else f"{n:.0f}" for n in (aim, us))
+                    cells.append("{}, {} ({:+d} %)".format(*shown, more))
+                else:
+                    cells.append("")
+            assert f"| {blocks} | {hidden:,} | {' | '.join(cells)} |" in lines
+    few = [more for (_, blocks, _), more in beyond.items() if blocks < 12]
+    assert f"With 4 and 8 blocks by {min(few)} to {max(few)} %" in text
+    many = [more for (_, blocks, tokens), more in beyond.items() if blocks == 12 and tokens >= 16384]
+    assert f"With 12 by {min(many)} to {max(many)} % from 16,384 rows on" in text
+    below = [beyond[4096, 12, tokens] for tokens in (1024, 2048, 4096)]
+    assert "With 12 by {}, {} and {} % at 1,024 to 4,096 rows of 4,096".format(*below) in text
+    kernels = json.loads((RESULTS / "h200x2-kernel-4096.json").read_text("utf-8"))["rows"]
+    us = {(row["tokens"], row["impl"], row["ctas"]): row["us"] for row in kernels}
+    wire = 1024 * 4096 * 2 / 390e3
+    slope = (us[16384, "tokenweave two-shot", 12] - us[1024, "tokenweave two-shot", 12]) / (15 * wire)
+    fixed = us[1024, "tokenweave two-shot", 12] - slope * wire
+    assert f"it takes {fixed:.1f} us and {slope:.2f} w" in text
+    default = [us[tokens, "tokenweave two-shot default", 64] for tokens in (1024, 2048, 4096)]
+    assert "takes {:.1f}, {:.1f} and {:.1f} us".format(*default) in text
+    ours, rival = (
+        {n: us[n, name, None] for n in (1, 16, 64, 128, 256, 512)}
+        for name in ("tokenweave one-shot", "flashinfer one-shot")
+    )
+    said = "{:.1f}, {:.1f}, {:.1f} and {:.1f} are reached".format(*(ours[n] for n in (1, 64, 256, 512)))
+    assert said in text
+    less = {n: round(100 * (1 - ours[n] / rival[n])) for n in ours}
+    assert {n for n in (1, 64, 256, 512) if ours[n] > 0.9 * rival[n]} == {1}
+    assert f"({less[1]} % less; {less[16]} % at 16 rows, {less[128]} % at 128)" in text
+    fast = {
+        (row["ctas"], row["tokens"], kind)
+        for row in json.loads((RESULTS / "h200x2-fp8.json").read_text("utf-8"))["rows"]
+        for kind in ("fp8 static", "fp8 rows")
+        if row["tokens"] >= 1024 and row["us"]["bf16"] / row["us"][kind] >= 1.25
+    }
+    assert fast == {(12, 16384, "fp8 static"), (12, 16384, "fp8 rows"), (64, 16384, "fp8 static")}, fast
+    parts = json.loads((RESULTS / "h200x2-copy-engine-parts.json").read_text("utf-8"))["rows"]
+    (cut,) = (row for row in parts if row.get("tokens") == 16384 and row["ctas"] == 4)
+    assert f"{cut['4 parts']:.0f} us for 16,384 rows" in text
+    for model in ("llama-3.1-8b", "llama-3.3-70b"):
+        tables = json.loads((RESULTS / f"h200x2-verify-{model}.json").read_text("utf-8"))["tables"]
+        best = {4: 9.0, 8: 9.0}
+        for scheme, mean, *_ in tables[f"schemes-{model}"]["rows"]:
+            if (blocks := int(scheme.split(" / ")[0])) in best:
+                best[blocks] = min(best[blocks], float(mean))
+        assert abs(best[4] - best[8]) < 0.01, "woven steps with four and with eight blocks are within 1 % of each other"

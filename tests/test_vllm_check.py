@@ -16,6 +16,7 @@ from tokenweave.integrations.vllm.measured import Measured
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "vllm_check"))
 
 import check
+import compared
 
 
 def _worker(measured: Measured | None) -> SimpleNamespace:
@@ -45,11 +46,11 @@ def test_tokens_that_part_are_weighed_by_what_stock_preferred():
     same = _answer([1, 2, 3], {1: -0.52, 9: -2.1}, {2: -1.0}, {3: -0.1})
     other = _answer([1, 7, 3], {1: -0.5, 9: -1.9}, {7: -1.0}, {3: -0.1})
     near = pytest.approx(0.1)
-    assert check._compare([stock], [same]) == check.Compared(near, equal=3, tokens=3, parted=0, requests=1)
-    parted = check.Compared(near, equal=1, tokens=3, tie=pytest.approx(0.03), parted=1, requests=1)
-    assert check._compare([stock], [other]) == parted
-    both = check._compare([stock, stock], [same, other])
-    assert both == check._compare([stock], [same]) + check._compare([stock], [other])
+    assert compared.compare([stock], [same]) == compared.Compared(near, equal=3, tokens=3, parted=0, requests=1)
+    parted = compared.Compared(near, equal=1, tokens=3, tie=pytest.approx(0.03), parted=1, requests=1)
+    assert compared.compare([stock], [other]) == parted
+    both = compared.compare([stock, stock], [same, other])
+    assert both == compared.compare([stock], [same]) + compared.compare([stock], [other])
     assert both.figures() == {
         "largest_logprob_difference": 0.1,
         "equal_tokens": 0.6667,  # the third one of the request that parted is not counted, though it is the same
@@ -57,34 +58,34 @@ def test_tokens_that_part_are_weighed_by_what_stock_preferred():
         "largest_tie_broken": 0.03,
     }
     far = _answer([1, 5, 3], {1: -0.5}, {5: -0.2}, {3: -0.1})
-    assert check._compare([stock], [far]).tie == math.inf, "stock did not even name it among its best"
+    assert compared.compare([stock], [far]).tie == math.inf, "stock did not even name it among its best"
 
 
 def test_a_token_that_only_one_run_names_counts():
     """By how far it is at least from what the other run may have given it."""
     stock = _answer([1], {1: -0.5, 2: -1.0})
     other = _answer([1], {1: -0.5, 3: -0.75})
-    assert check._compare([stock], [other]).difference == 0.25
-    assert check._compare([other], [stock]).difference == 0.25
-    assert check._compare([stock], [_answer([3], {3: -0.5, 4: -1.0})]).difference == math.inf
+    assert compared.compare([stock], [other]).difference == 0.25
+    assert compared.compare([other], [stock]).difference == 0.25
+    assert compared.compare([stock], [_answer([3], {3: -0.5, 4: -1.0})]).difference == math.inf
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", [0, 1])
 def test_log_probabilities_that_are_not_finite_are_no_answer(value: float, position: int):
     named = [{1: -0.5, 2: -1.0}, {3: -0.5, 4: -1.0}]
-    check._check_answers([[5]], [_answer([1, 3], *named)], "")
+    compared.check_answers([[5]], [_answer([1, 3], *named)], "")
     named[position] = {**named[position], 9: value}
     found = f"mode woven, batch 7, request 0, token {position}: log-probabilities are {{9: {value}}}"
-    with pytest.raises(check.NothingCompared, match=found):
-        check._check_answers([[5]], [_answer([1, 3], *named)], "mode woven, batch 7")
+    with pytest.raises(compared.NothingCompared, match=found):
+        compared.check_answers([[5]], [_answer([1, 3], *named)], "mode woven, batch 7")
 
 
 def test_prompts_that_all_get_the_same_are_no_answers():
     one, other = _answer([1], {1: -0.5, 2: -1.0}), _answer([1], {1: -0.5, 2: -1.25})
-    check._check_answers([[5], [6], [5]], [one, other, one], "")
-    with pytest.raises(check.NothingCompared, match="batch 2: requests 0 and 2 have the same log-probabilities"):
-        check._check_answers([[5], [6], [7]], [one, other, one], "mode fused, batch 2")
+    compared.check_answers([[5], [6], [5]], [one, other, one], "")
+    with pytest.raises(compared.NothingCompared, match="batch 2: requests 0 and 2 have the same log-probabilities"):
+        compared.check_answers([[5], [6], [7]], [one, other, one], "mode fused, batch 2")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,9 @@ def test_prompts_that_all_get_the_same_are_no_answers():
     ],
 )
 def test_a_mode_of_which_no_step_ran_is_not_compared(steps: dict[str, dict[str, int]], said: str):
-    check._check_steps({"stock": Counter(), "fused": Counter(fused=9), "woven": Counter(fused=2, woven=3)})
-    with pytest.raises(check.NothingCompared, match=said):
-        check._check_steps({mode: Counter(ran) for mode, ran in steps.items()})
+    compared.check_steps({"stock": Counter(), "fused": Counter(fused=9), "woven": Counter(fused=2, woven=3)})
+    with pytest.raises(compared.NothingCompared, match=said):
+        compared.check_steps({mode: Counter(ran) for mode, ran in steps.items()})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
