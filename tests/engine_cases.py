@@ -7,6 +7,7 @@ import functools
 import torch
 import torch.distributed as dist
 
+from gpu_cases import gathered
 from shared_gpu import shares_gpu
 from tokenweave.engine.build import EngineArgs, build_engine, engine_around
 from tokenweave.engine.engine import Engine
@@ -29,9 +30,7 @@ def same_bits(x: torch.Tensor, what: str) -> None:
     """On all ranks, each of which calls this."""
     if not x.numel():
         return
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    words = [part.view(torch.uint8) for part in parts]
+    words = [part.view(torch.uint8) for part in gathered(x.contiguous())]
     assert all(torch.equal(word, words[0]) for word in words), f"{what}: ranks hold different bits"
 
 
