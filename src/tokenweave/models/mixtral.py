@@ -43,12 +43,7 @@ class MixtureMLP:
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, inputs: Inputs, out: torch.Tensor
     ) -> None:
         """Rows in the order of their experts, one grouped GEMM for all experts; the host learns nothing."""
-        experts = self.router.shape[0]
-        # A radix sort goes over every bit of its keys: few of them.
-        flat = chosen.flatten().to(torch.uint8 if experts <= 256 else torch.int16)
-        order = flat.argsort(stable=True)
-        every = torch.arange(experts, dtype=flat.dtype, device=x.device)
-        ends = (flat.unsqueeze(1) == every).sum(0).cumsum(0).to(torch.int32)  # of each expert's rows
+        order, ends = by_expert(chosen, self.router.shape[0])
         rows = x.index_select(0, order // self.experts_per_token)
         with inputs.gemm("gate_up"):
             gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
@@ -56,18 +51,7 @@ class MixtureMLP:
         activations = gated(gate_up)
         with inputs.gemm("down"):
             parts = torch._grouped_mm(activations, self.down.transpose(1, 2), offs=ends)
-        # Back in the rows' order, so that each row's experts are added in the order of its choices; in float32.
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=x.device))
-        back = back.view(x.shape[0], self.experts_per_token)
-
-        def weighted(choice: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return parts.index_select(0, back[:, choice]), weights[:, choice, None]
-
-        last = self.experts_per_token - 1
-        total = weights.new_zeros(1, 1)
-        for choice in range(last):
-            total = torch.addcmul(total, *weighted(choice))
-        torch.addcmul(total, *weighted(last), out=out)
+        add_weighted(parts, order, weights, out)
 
     def _compute_one_by_one(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor
@@ -95,6 +79,36 @@ def route(logits: torch.Tensor, experts_per_token: int) -> tuple[torch.Tensor, t
     """
     weights, chosen = logits.float().softmax(dim=-1).topk(experts_per_token, dim=-1)
     return weights / weights.sum(dim=-1, keepdim=True), chosen
+
+
+def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """chosen [tokens, experts_per_token] -> (order, ends): the choices, flattened, in the order of their experts, int64, and
+    the end of each expert's run in it, int32 [experts]; found without the host."""
+    # A radix sort goes over every bit of its keys: few of them.
+    flat = chosen.flatten().to(torch.uint8 if experts <= 256 else torch.int16)
+    order = flat.argsort(stable=True)
+    every = torch.arange(experts, dtype=flat.dtype, device=chosen.device)
+    return order, (flat.unsqueeze(1) == every).sum(0).cumsum(0).to(torch.int32)
+
+
+def add_weighted(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """Adds what a row's experts gave for it, in the order of its choices, in float32.
+
+    Args:
+        parts: [tokens * experts_per_token, hidden], in ``order`` of :func:`by_expert`.
+        weights: float32 [tokens, experts_per_token]. out: [tokens, hidden].
+    """
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    back = back.view(weights.shape)
+
+    def weighted(choice: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return parts.index_select(0, back[:, choice]), weights[:, choice, None]
+
+    last = weights.shape[1] - 1
+    total = weights.new_zeros(1, 1)
+    for choice in range(last):
+        total = torch.addcmul(total, *weighted(choice))
+    torch.addcmul(total, *weighted(last), out=out)
 
 
 def load_mixture(loader: Tensors, prefix: str, config: ModelConfig, shard: ModelShard) -> MixtureMLP:
