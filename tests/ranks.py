@@ -11,6 +11,7 @@ What a rank prints appears in the test's captured output.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -27,7 +28,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from shared_gpu import shares_gpu, use_first_gpu
+from shared_gpu import shares_gpu, side_by_side, use_first_gpu
 
 START_TIMEOUT = 120.0  # seconds; importing torch on a busy machine
 GRACE = 2.0  # seconds that the other ranks get to answer once one has raised
@@ -96,6 +97,9 @@ class _Pool:
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "PYTHONUNBUFFERED": "1",
         }
+        self._together = contextlib.ExitStack()
+        if device == "cuda" and shares_gpu():
+            environment |= self._together.enter_context(side_by_side(world_size))
         for rank in range(world_size):
             ours, theirs = connection.Pipe()
             with open(self.folder / f"rank{rank}.log", "wb") as log:
@@ -133,6 +137,7 @@ class _Pool:
         for process, ours in zip(self.processes, self.connections, strict=True):
             process.wait()
             ours.close()
+        self._together.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _answers(self, timeout: float) -> list[Any]:

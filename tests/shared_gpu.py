@@ -1,7 +1,11 @@
 """Ranks that share one GPU, so that a machine with one runs what needs several: ``TOKENWEAVE_TEST_SHARE_GPU=1``.
 
-Protocols and results are those of ranks with a GPU each; what they take says nothing. They run in turns, and one that waits in a
-kernel keeps the GPU for its time slice of some milliseconds, or beside each other under NVIDIA's MPS: :func:`side_by_side`.
+Protocols and results are those of ranks with a GPU each; what they take says nothing. They run beside each other under NVIDIA's MPS
+(:func:`side_by_side`), or, where that does not start, in turns: one that waits in a kernel then keeps the GPU for its time slice of some
+milliseconds.
+
+More than two ranks under MPS can meet a collective's time limit: a rank's share of SMs is not its own alone, and small blocks of some
+that wait can take every place of one that they wait for. ``TOKENWEAVE_TEST_TURNS=1`` lets ranks take turns in any case.
 """
 
 from __future__ import annotations
@@ -41,7 +45,20 @@ def use_first_gpu(rank: int, world_size: int) -> None:
     seem_alone(rank)
     torch.cuda.set_device(0)
     torch.cuda.init()
-    torch.cuda.device_count = lambda: world_size
+    torch.cuda.device_count = functools.wraps(torch.cuda.device_count)(lambda: world_size)
+
+
+@contextlib.contextmanager
+def gpus_as_they_are() -> Iterator[None]:
+    """torch counts the GPUs that there are, for what asks each of them: torch.compile."""
+    import torch
+
+    counted = torch.cuda.device_count
+    torch.cuda.device_count = getattr(counted, "__wrapped__", counted)
+    try:
+        yield
+    finally:
+        torch.cuda.device_count = counted
 
 
 @contextlib.contextmanager
@@ -51,6 +68,10 @@ def side_by_side(ranks: int) -> Iterator[dict[str, str]]:
     That is done by an MPS daemon of this context's own, with a share of the SMs for each process: blocks that wait for another
     rank's would otherwise come to fill all SMs, and those could never start. Without MPS it is said, once, that and why they take turns.
     """
+    if os.environ.get("TOKENWEAVE_TEST_TURNS", "0") not in ("", "0"):
+        _take_turns("TOKENWEAVE_TEST_TURNS is set")
+        yield {}
+        return
     with tempfile.TemporaryDirectory(prefix="tokenweave-mps-", ignore_cleanup_errors=True) as folder:
         environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         if why := _start(environment):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -46,6 +48,43 @@ def test_what_is_said_of_freeing_a_stage_was_measured():
         times = [time for name, time in us[ctas].items() if name not in ("tokens", "hidden", "ctas")]
         assert len(times) == 6
         assert max(times) / min(times) < 1.004
+
+
+def test_what_is_said_of_the_constant_was_measured():
+    """In "Aims": with 12 blocks, where nothing waits and nothing crosses NVLink."""
+    text = " ".join((ROOT / "docs" / "collective.md").read_text("utf-8").split())
+    found = json.loads((RESULTS / "h200-kernel-constant.json").read_text("utf-8"))
+    lines = {(line["ctas"], line["dependent"]): line for line in found["lines"]}
+    alone, dependent = lines[12, False], lines[12, True]
+    (nothing,) = (r["us"] for r in found["rows"] if (r["ctas"], r["rows"], r["dependent"]) == (12, 0, False))
+    assert f"it takes {alone['constant_us']:.1f} us and {alone['wire']:.2f} w" in text
+    assert (
+        f"takes {nothing:.1f} us, and filling and emptying the ring is the other {alone['constant_us'] - nothing:.1f}"
+        in text
+    )
+    assert f"NVLink's part of the constant is {8.0 - alone['constant_us']:.1f} us" in text
+    assert f"saves {alone['constant_us'] - dependent['constant_us']:.1f} us of the {alone['constant_us']:.1f}" in text
+    assert nothing == pytest.approx(4.5, abs=0.05), "the constant that was wanted"
+
+
+def test_what_is_said_of_fp8_results_was_counted():
+    """In "What the counters say"."""
+    text = " ".join((ROOT / "docs" / "collective.md").read_text("utf-8").split())
+    rows = json.loads((RESULTS / "h200-counters.json").read_text("utf-8"))["rows"]
+    of = {(row["ctas"], row["fp8"]): row for row in rows if row["tokens"] == 16384 and row["impl"].startswith("two")}
+    few = [of[ctas, kind] for ctas in (4, 8) for kind in ("static", "rows")]
+
+    def least_and_most(rows, name):
+        return f"{min(row[name] for row in rows):.0f} to {max(row[name] for row in rows):.0f}"
+
+    assert all(round(of[ctas, None]["port_out_percent"]) == 95 for ctas in (4, 8))
+    assert f"busy {least_and_most(few, 'port_out_percent')} % of the time in place of 95" in text
+    assert f"({least_and_most(few, 'issue_slots_percent')} % of the issue slots, 49 with bf16)" in text
+    less = [1 - row["us"] / of[row["ctas"], None]["us"] for row in few]
+    assert f"takes {100 * min(less):.0f} to {100 * max(less):.0f} % less" in text
+    many = [of[64, kind] for kind in (None, "static", "rows")]
+    assert f"HBM is at {least_and_most(many, 'hbm_percent_of_peak')} % of its peak" in text
+    assert [round(of[64, None]["us"] / of[64, kind]["us"], 2) for kind in ("static", "rows")] == [1.26, 1.24]
 
 
 def test_what_is_said_of_the_collectives_aims():

@@ -432,6 +432,25 @@ def test_what_is_said_of_a_mixture_of_experts_was_measured():
     assert all(round(mlp[n] - grouped[n], 1) == 0.1 for n in (64, 128, 256))
 
 
+def test_what_is_said_of_a_mixtures_parts_was_measured():
+    """docs/gpu-execution.md, "Mixture of experts"."""
+    text = _words("docs", "gpu-execution.md")
+    found = json.loads((RESULTS / "h200-mixture-parts.json").read_text("utf-8"))["rows"]
+    parts = {(row["tokens"], row["routing"]): row for row in found}
+    for tokens in (512, 1024):
+        uneven, even = (parts[tokens, routing] for routing in ("random", "even"))
+        more = sum(uneven[name] - even[name] for name in ("gate_up", "down"))
+        assert more == pytest.approx(280, abs=5)
+    rest = {
+        tokens: sum(parts[tokens, "random"][name] for name in ("route", "sort", "gather", "activation", "add"))
+        for tokens in (512, 1024)
+    }
+    assert f"the experts' rows: {rest[512]:.0f} us at 512 tokens, {rest[1024]:.0f} at 1024" in text
+    adds = {tokens: parts[tokens, "random"]["add"] for tokens in (512, 2048, 8192)}
+    assert f"{adds[512]:.0f} us at 512 tokens, {adds[2048]:.0f} at 2048 and {adds[8192]:.0f} of" in text
+    assert f"of {parts[8192, 'random']['whole']:,.0f} at 8192, where reading" in text
+
+
 def test_what_is_said_of_a_mixtures_schemes_and_collectives_was_measured():
     """docs/gpu-execution.md, "Mixture of experts"."""
     times = json.loads((RESULTS / "h200x2-tune-mixtral-8x7b.json").read_text("utf-8"))["times"]

@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 VLLM = "h200x2-vllm-llama-3.1-8b.json"
-SHARED = ("8b-4-layers", "smollm2")  # of h200-shared-vllm-check
+SHARED = ("8b-4-layers", "8b-4-layers-fp8", "smollm2", "smollm2-text")  # of h200-shared-vllm-check
 WITHOUT_GRAPH = {384: 512, 768: 1024, 896: 1024, 1280: 1536}  # of the sizes measured, and whose graph they ran in
 
 
@@ -241,6 +241,16 @@ def test_what_is_said_of_ranks_that_share_a_gpu():
         assert results[name]["state"]["reasons"]["prefix_hazard"] == 1
         assert results[name]["environment"]["sms"] == 66
         assert "step_ms_at_start" not in results[name]
+    layouts = results["smollm2-text"]["layouts"]
+    equal = "{} % of the tokens were equal between two runs of stock, {} % between stock and fused and {} % between"
+    assert equal.format(*(f"{100 * layouts[mode]['equal_tokens']:.0f}" for mode in modes)) in text
+    assert {layouts[mode]["largest_tie_broken"] for mode in modes} == {0.25}
+    layouts = results["8b-4-layers-fp8"]["layouts"]
+    assert "apart: {} %, {} % and {} %.".format(*(f"{100 * layouts[m]['equal_tokens']:.0f}" for m in modes)) in text
+    assert f"differed by up to {layouts['woven']['largest_logprob_difference']:.2f}, ten times" in text
+    broken = [layouts[mode]["largest_tie_broken"] for mode in modes]
+    assert broken[0] is None
+    assert "at most {:.2f} and {:.2f}".format(*broken[1:]) in text
     turns = [results["smollm2"][f"requests_{turn}"] for turn in range(2)]
     # A step with a hazard is counted as fused, too.
     steps = [sum(turn["modes"].values()) + sum(turn["reasons"].values()) - 1 for turn in turns]

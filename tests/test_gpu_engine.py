@@ -120,8 +120,15 @@ def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: st
     return float(errors.max())
 
 
+def _done(engine: Engine) -> None:
+    """Waits for what was launched; an error where a collective gave up, before its rows are compared."""
+    torch.cuda.synchronize()
+    execution.check(engine.workspace)
+
+
 def _logits(engine: Engine, rows: torch.Tensor, what: str) -> torch.Tensor:
     """Of these rows, after a look at the bits that other ranks have of both."""
+    _done(engine)
     same_bits(rows, f"rows, {what}")
     logits = engine.model.logits(rows)
     same_bits(logits, f"logits, {what}")
@@ -151,6 +158,7 @@ def _modes_agree(name: str, dtype: torch.dtype, seed: int, share: float = 1.0) -
                     continue
                 engine.graphs = step_graphs
                 first, captured, replayed = (engine.forward(chunks, plan) for _ in range(3))
+                _done(engine)
                 assert torch.equal(first, captured), f"{what}: the graph computes something else"
                 assert torch.equal(first, replayed), f"{what}: the second replay differs"
                 logits = _logits(engine, replayed, f"{what}, graph")

@@ -60,10 +60,13 @@ def _several_workspaces() -> None:
             for workspace in (a, b, c, a):
                 checked_call(workspace, 29, "sharded", None, number)
                 checked_call(workspace, 29, "replicated", None, number)
+    dist.barrier()  # where ranks share a GPU, its free memory is that of all of them
     before = torch.cuda.mem_get_info()[0]
+    dist.barrier()
     for _ in range(5):
         opened(4096, 4096).close()
     torch.cuda.synchronize()
+    dist.barrier()
     assert before - torch.cuda.mem_get_info()[0] < 256 << 20, "closed workspaces keep their memory"
 
 

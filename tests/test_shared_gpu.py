@@ -79,6 +79,14 @@ def test_without_mps_they_take_turns_which_is_said_once(control: Path, text: str
             assert environment == {}
 
 
+def test_they_take_turns_where_that_is_asked_for(control: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(control, DAEMON)
+    monkeypatch.setenv("TOKENWEAVE_TEST_TURNS", "1")
+    with pytest.warns(UserWarning, match="TOKENWEAVE_TEST_TURNS"), shared_gpu.side_by_side(2) as environment:
+        assert environment == {}
+    assert not (control.parent.parent / "calls").exists()
+
+
 @pytest.mark.parametrize(("value", "shared"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, shared: bool) -> None:
     if value is None:

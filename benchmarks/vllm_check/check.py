@@ -14,7 +14,7 @@ against itself. Of each comparison there are
   not compared, so that a request that parts at its first token adds none, and one that parts at its last all others.
 - ``parted``: the share of requests that part at all.
 - ``largest_tie_broken``: where requests part, by how much stock preferred its own token. A tie that rounding breaks is a small
-  difference, a fault is none.
+  difference, a fault is none. Null where the other token is not one of stock's five most probable ones.
 - ``steps``: how many steps ran fused and woven meanwhile.
 
 A prefix that a second request of the same step hits is one of the batches. It ends with an error where nothing was compared:

@@ -39,12 +39,13 @@ class Compared:
             self.requests + more.requests,
         )
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | None]:
+        """For JSON, which has no infinity."""
         return {
             "largest_logprob_difference": round(self.difference, 4),
             "equal_tokens": round(self.equal / self.tokens, 4),
             "parted": round(self.parted / self.requests, 4),
-            "largest_tie_broken": round(self.tie, 4),
+            "largest_tie_broken": round(self.tie, 4) if math.isfinite(self.tie) else None,
         }
 
 

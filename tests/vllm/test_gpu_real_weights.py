@@ -73,6 +73,7 @@ def test_it_says_what_stock_says_but_for_ties(result: dict[str, Any]) -> None:
         found = result["layouts"][mode]
         print(mode, found)
         assert found["largest_logprob_difference"] <= DIFFERENCE
+        assert found["largest_tie_broken"] is not None
         assert found["largest_tie_broken"] <= TIE
         assert found["equal_tokens"] >= EQUAL
 
