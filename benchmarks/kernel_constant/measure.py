@@ -5,7 +5,7 @@
 Rank 0's kernel, of two ranks that share this process and its GPU (tokenweave.bench.kernel.alone): the flags are as of a peer that is
 ahead, and the peer's rows are in the memory of the same GPU, so that nothing waits and nothing crosses NVLink. What two GPUs take beyond
 it is the links' part. ``rows`` 0 launches a kernel that finds no row: a call whose row count, in device memory, is 0. bf16, CUDA graphs
-of 16 calls, medians of 40 rounds in random order. ``dependent`` launches start while their predecessor ends; the shipped kernel does
+of 16 calls, medians of 40 rounds of three replays in random order. ``dependent`` launches start while their predecessor ends; the shipped kernel does
 so only where no number of blocks is asked for.
 """
 
@@ -70,7 +70,7 @@ def main() -> None:
             for dependent in (False, True):
                 with launched(dependent):
                     graphs[blocks, rows, dependent] = clock.capture(functools.partial(op.run, calls[0]), CALLS)
-    sample = {key: functools.partial(timed, graph) for key, graph in graphs.items()}
+    sample = {key: functools.partial(clock.replay, graph, lambda: None, 3) for key, graph in graphs.items()}
     times = {key: median(found) / CALLS for key, found in take_turns(sample, ROUNDS).items()}
     rows = [
         {"ctas": b, "rows": r, "dependent": dependent, "us": round(us, 2)} for (b, r, dependent), us in times.items()
@@ -82,7 +82,12 @@ def main() -> None:
             slope, constant = np.polyfit(counts, [times[blocks, count, dependent] for count in counts], 1)
             wire = slope / (HIDDEN * 2 / BYTES_PER_S * 1e6)
             lines.append(
-                {"ctas": blocks, "dependent": dependent, "constant_us": round(constant, 2), "wire": round(wire, 3)}
+                {
+                    "ctas": blocks,
+                    "dependent": dependent,
+                    "constant_us": round(float(constant), 2),
+                    "wire": round(float(wire), 3),
+                }
             )
     for row in rows + lines:
         print(row, flush=True)
@@ -106,18 +111,6 @@ def launched(dependent: bool) -> Iterator[None]:
         yield
     finally:
         launch.Function.launch = before  # type: ignore[method-assign]
-
-
-def timed(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of a replay that follows another one."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(100_000)
-    graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3
 
 
 if __name__ == "__main__":

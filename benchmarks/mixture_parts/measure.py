@@ -3,8 +3,9 @@
     python3 benchmarks/mixture_parts/measure.py [OUT.json]        # one GPU of Hopper or newer, 15 GB, half a minute
 
 Every part of ``MixtureMLP.compute`` (models/mixtral.py) in a CUDA graph of its own, on the real inputs of the part before it, 8 layers'
-weights in turn so that none is found in a cache; ``whole`` is the MLP as it is. Rows go to experts as a random router sends them
-(``random``), or the same number to each (``even``, without ``whole``). bf16, medians of 30 rounds in random order, microseconds a layer.
+weights in turn so that none is found in a cache; ``whole`` is the MLP as it is, and ``add_by_bag`` another way to add. Rows go to experts
+as a random router sends them (``random``), or the same number to each (``even``, without ``whole``). bf16, medians of 30 rounds of three
+replays in random order, microseconds a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import embedding_bag, linear
 
 from tokenweave.bench.environment import describe
 from tokenweave.bench.timing import GraphClock, take_turns
@@ -50,7 +51,7 @@ def main() -> None:
                 for call in calls:
                     call()
                 graph = clock.capture(functools.partial(run_all, calls), 1, pool)
-                sample[name] = functools.partial(timed, graph)
+                sample[name] = functools.partial(clock.replay, graph, lambda: None, 3)
             times = {name: median(found) / LAYERS for name, found in take_turns(sample, ROUNDS).items()}
             row = {"tokens": tokens, "routing": routing, **{name: round(us, 1) for name, us in times.items()}}
             print(row, flush=True)
@@ -95,6 +96,7 @@ def parts_of(layers: list[MixtureMLP], tokens: int, even: bool) -> dict[str, lis
         activations = part("activation", functools.partial(gated, gate_up))
         down = part("down", functools.partial(grouped, activations, mlp.down, ends))
         part("add", functools.partial(add_weighted, down, order, weights, out))
+        part("add_by_bag", functools.partial(added_by_bag, down, order, weights, out))
         if not even:
             part("whole", functools.partial(mlp.compute, x, Launches(), out))  # type: ignore[arg-type]
     return parts
@@ -115,22 +117,17 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
     return torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
 
+def added_by_bag(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """As ``add_weighted``, with weights rounded to the rows' dtype, by torch's operation for sums of an embedding's rows."""
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    scaled = weights.to(parts.dtype)
+    out.copy_(embedding_bag(back.view(weights.shape), parts, mode="sum", per_sample_weights=scaled))
+
+
 def run_all(calls: list[Callable[[], Any]]) -> None:
     """All layers' calls."""
     for call in calls:
         call()
-
-
-def timed(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of a replay that follows another one."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(100_000)
-    graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3
 
 
 if __name__ == "__main__":

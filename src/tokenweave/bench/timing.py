@@ -104,7 +104,7 @@ class GraphClock:
     """Captures chains of calls as CUDA graphs and times their replay, started together on all ranks.
 
     Args:
-        group: the ranks. device: this rank's GPU, the current one.
+        group: the ranks; a process that is no rank has none to meet. device: this rank's GPU, the current one.
         priority: of what is captured; -1 goes first.
 
     Attributes:
@@ -138,7 +138,8 @@ class GraphClock:
         """
         reset()
         torch.cuda._sleep(SLEEP_CYCLES)
-        dist.all_reduce(self._meet, group=self._group)
+        if dist.is_initialized():
+            dist.all_reduce(self._meet, group=self._group)
         self._start.record()
         for _ in range(replays):
             graph.replay()
