@@ -4,8 +4,8 @@ Protocols and results are those of ranks with a GPU each; what they take says no
 (:func:`side_by_side`), or, where that does not start, in turns: one that waits in a kernel then keeps the GPU for its time slice of some
 milliseconds.
 
-More than two ranks under MPS can meet a collective's time limit: a rank's share of SMs is not its own alone, and small blocks of some
-that wait can take every place of one that they wait for. ``TOKENWEAVE_TEST_TURNS=1`` lets ranks take turns in any case.
+More than two ranks under MPS have met a collective's time limit; what held one of them up for so long is not known (shares of SMs are
+limits, not places of their own). ``TOKENWEAVE_TEST_TURNS=1`` lets ranks take turns in any case.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import sys
 import time
@@ -40,6 +41,20 @@ def test_the_interval_covers_the_median_about_as_often_as_it_says():
     assert all(e.low <= e.value <= e.high for e in estimates)
     covered = sum(e.low <= 10 <= e.high for e in estimates) / 300
     assert 0.88 < covered < 0.99
+
+
+def test_the_interval_leaves_out_a_fortieth_on_either_side():
+    """The median of 27 draws from 1 to 27 is at most k where 14 of them or more are: a binomial distribution.
+
+    With 27 the fortieths are far from its steps, which lie at 1.3 and 3.6 %.
+    """
+
+    def at_most(k: int) -> float:
+        return sum(math.comb(27, i) * (k / 27) ** i * (1 - k / 27) ** (27 - i) for i in range(14, 28))
+
+    low, high = (next(k for k in range(1, 28) if at_most(k) >= part) for part in (1 / 40, 39 / 40))
+    estimate = median_estimate(range(1, 28), draws=20_000)
+    assert (estimate.low, estimate.value, estimate.high) == (low, 14, high)
 
 
 def test_a_ratio_is_taken_within_each_round():

@@ -79,6 +79,7 @@ def _call(workspace: Workspace, **changes):
         ({"rows": torch.tensor([0, 4])}, r"rows=\[0, 4\]; expected ascending rows from 0 to 3"),
         ({"rows": torch.tensor([-1])}, r"rows=\[-1\]"),
         ({"rows": torch.tensor([2, 1])}, r"rows=\[2, 1\]; expected ascending"),
+        ({"rows": torch.zeros(9, dtype=torch.int64)}, "rows names 9 rows; this workspace holds 8: raise max_tokens"),
         ({"out": torch.zeros(3, 16)}, r"out is \[3, 16\] .*; expected \[4, 16\]"),
         ({"out": torch.zeros(4, 16), "rows": torch.tensor([1])}, r"out is \[4, 16\] .*; expected \[1, 16\]"),
         ({"out": torch.zeros(4, 16, dtype=torch.float16)}, "out is .* torch.float16"),

@@ -18,6 +18,7 @@ from ranks import run_ranks
 from tokenweave import Workspace
 from tokenweave.collective import cuda_backend, selftest, symmetric, torch_backend, workspace
 from tokenweave.collective.symmetric import FLAG_BYTES, RECORD_WORDS, SENTINELS, STATE_WORDS, Symmetric
+from tokenweave.errors import CollectiveError
 
 
 @contextmanager
@@ -106,3 +107,14 @@ def _of_some_ranks(members: list[int]) -> tuple[str, int] | None:
 def test_the_set_up_waits_for_nobody_outside_the_group(members):
     results = run_ranks(3, _of_some_ranks, members, timeout=20)
     assert results == [("p2p", len(members)) if rank in members else None for rank in range(3)]
+
+
+@pytest.mark.parametrize("transport", ["auto", "p2p", "torch"])
+def test_a_workspace_is_not_created_while_a_stream_captures(monkeypatch, transport):
+    """Its set-up waits for the GPU and for the other ranks, of which there are none here: nothing must be asked of them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    before = set(workspace._open)
+    with pytest.raises(CollectiveError, match=r"captures a CUDA graph, .* create the workspace before"):
+        Workspace(None, max_tokens=9, hidden=64, dtype=torch.float32, device="cuda", transport=transport)
+    assert set(workspace._open) == before

@@ -198,6 +198,41 @@ def test_quantised_rows(two_ranks):
         assert args.out[0] is None
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_two_shots_of_quantised_rows_are_written_by_the_peers_too(two_ranks, static):
+    with _open(fp8_regions=1) as of:
+        scale = torch.ones(1) if static else None
+        kept = of.buffer(64, start=5, region=1)
+        out, own = of.fp8(64, start=9), None if static else of.scales(64, start=9)
+        options = {"out_dtype": torch.float8_e4m3fn, "out": out, "out_scales": own, "scale": scale}
+        rows, _ = _call(of, 64, **options, unquantised=kept)
+        args = two_ranks[-1].args
+        assert rows.data_ptr() == out.data_ptr()
+        for table, tensor in ((args.x, of.buffer(64)), (args.out, kept), (args.fp8, out), (args.scales, own)):
+            start = None if tensor is None else tensor.data_ptr()
+            assert list(table[:2]) == [start, start and start + PEER]
+        assert args.scale == (scale.data_ptr() if static else None)
+        assert of.copies == 0
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_every_part_of_a_one_shot_has_its_own_sampled_and_quantised_rows(two_ranks, static):
+    with _open(fp8_regions=1) as of:
+        picked, kept = torch.arange(900, 2000), of.buffer(1100, region=1)
+        scale = torch.ones(1) if static else None
+        options = {"out_dtype": torch.float8_e4m3fn, "scale": scale, "unquantised": kept}
+        rows, residual = _call(of, 2048, rows=picked, layout="replicated", **options)
+        for launch, first in zip(two_ranks, (0, 512, 1024), strict=True):
+            args = launch.args
+            assert (args.tokens, args.n_rows) == (2048, launch.blocks)
+            assert (args.x[0], args.residual) == (of.buffer(1).data_ptr(), residual.data_ptr())  # rows are of all
+            assert args.rows == picked.data_ptr() + first * picked.itemsize
+            assert args.out[0] == kept.data_ptr() + first * ROW
+            assert args.fp8[0] == rows.data_ptr() + first * HIDDEN
+            assert args.scales[0] == (None if static else of.scales(1, start=first).data_ptr())
+            assert args.scale == (scale.data_ptr() if static else None)
+
+
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0)], ids=str)
 def test_quantised_rows_need_a_gpu_that_converts_to_fp8(two_ranks, monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -11,7 +12,8 @@ import resource
 import stat
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +87,60 @@ def test_other_sources_are_another_entry(cache, compilations, monkeypatch):
     monkeypatch.setattr(compiler, "_digest", lambda folder: "changed")
     compile_kernel(SMALL, "sm_90a")
     assert len(compilations) == 2
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """A kernel of sources that a test may change; it is not compiled."""
+
+    source: Path
+    terms: int = 2
+    name: str = "sums"
+    threads: int = 32
+    dynamic_shared_bytes: int = 0
+
+    def defines(self) -> list[tuple[str, str]]:
+        return [("TERMS", str(self.terms))]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "nothing",
+        "own/sums.cu",
+        "own/beside.cuh",
+        "shared/numeric.cuh",
+        "terms",
+        "arch",
+        "cuda-core",
+        "cuda-bindings",
+        "nvidia-cuda-nvrtc",
+    ],
+)
+def test_whatever_a_cubin_is_made_of_is_in_its_key(cache, tmp_path, monkeypatch, changed):
+    for name in ("own/sums.cu", "own/beside.cuh", "shared/numeric.cuh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("int one;")
+    versions = dict.fromkeys(("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"), "1.0")
+    compiled = []
+    monkeypatch.setattr(compiler, "HEADERS", tmp_path / "shared")
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(
+        compiler, "_compile", lambda *asked: compiled.append(asked) or compiler.Compiled(b"cubin", 1, 0, 0)
+    )
+    for name in ("_digest", "_versions"):  # a process keeps their answers, and the next one asks anew
+        monkeypatch.setattr(compiler, name, getattr(compiler, name).__wrapped__)
+    kernel, arch = _Sums(tmp_path / "own" / "sums.cu"), "sm_90a"
+    compile_kernel(kernel, arch)
+    if changed in versions:
+        versions[changed] = "1.1"
+    elif "/" in changed:
+        (tmp_path / changed).write_text("int two;")
+    else:
+        kernel = replace(kernel, terms=3) if changed == "terms" else kernel
+        arch = "sm_80" if changed == "arch" else arch
+    compile_kernel(kernel, arch)
+    assert len(compiled) == len(list(cache.iterdir())) == (1 if changed == "nothing" else 2)
 
 
 def _compile_in_child(folder: str, start, results) -> None:

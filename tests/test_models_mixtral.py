@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from tokenweave.models import mixtral
 from tokenweave.models.inputs import Launches
-from tokenweave.models.mixtral import MixtureMLP, route
+from tokenweave.models.mixtral import MixtureMLP, add_weighted, by_expert, route
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
@@ -59,3 +59,28 @@ def test_the_sum_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp._compute_grouped(x, torch.ones(1, experts), torch.arange(experts).view(1, experts), Launches(), out)
     assert out.eq(torch.tensor(1 + 3 * 2**-9).bfloat16()).all()
     assert out[0, 0] > 1
+
+
+def test_the_weights_of_bf16_logits_are_those_of_float32() -> None:
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weights, chosen = route(logits, 3)
+    assert weights.dtype == torch.float32
+    assert torch.equal(logits.gather(1, chosen), logits.topk(3).values)
+    expected = logits.double().softmax(dim=-1).gather(1, chosen)
+    torch.testing.assert_close(weights.double(), expected / expected.sum(dim=-1, keepdim=True), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("each", [1, 2, 4])
+def test_bf16_parts_take_float32_weights(each: int) -> None:
+    """No bf16 value is nearer to the exact sum than the result, but for float32's own rounding."""
+    random = torch.Generator().manual_seed(each)
+    weights = torch.rand(32, each, generator=random)
+    assert weights.ne(weights.bfloat16()).any()
+    chosen = torch.rand(32, 8, generator=random).topk(each).indices
+    parts = torch.randn(32, each, 16, generator=random).bfloat16()  # in the order of rows and their choices
+    order, _ = by_expert(chosen, 8)
+    out = torch.full((32, 16), torch.nan, dtype=torch.bfloat16)
+    add_weighted(parts.flatten(0, 1)[order], order, weights, out)
+    exact = (parts.double() * weights.double()[:, :, None]).sum(1)
+    least = (exact.bfloat16().double() - exact).abs()
+    assert ((out.double() - exact).abs() <= least + 1e-6).all()

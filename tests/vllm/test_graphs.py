@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -121,6 +122,21 @@ def test_graphs_are_captured_anew_when_the_cache_moves() -> None:
     assert (len(runtime.graphs), len(runtime.walk.eager)) == (2, eager)  # no collective outside a replay
 
 
+@pytest.mark.parametrize("table", ["ids", "positions", "starts", "lengths", "blocks", "slots"])
+def test_a_graph_is_captured_anew_when_any_table_moves(table: str) -> None:
+    runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
+    run(runtime, buffers, [1000])
+    (found,) = runtime.graphs._graphs.values()
+    before = found.graph
+    setattr(buffers, table, getattr(buffers, table).clone())
+    assert run(runtime, buffers, [900, 100]) is not None
+    assert found.graph is not before
+    assert (before.replays, found.graph.replays) == (1, 1)
+    expected, read = buffers.step([900, 100])[1], found.graph.walked[0].tables
+    for name in ("token_ids", "positions", "query_start_loc", "seq_lens", "block_table", "slots"):
+        assert getattr(read, name).data_ptr() == getattr(expected, name).data_ptr(), name
+
+
 def test_ranks_decide_alike_where_the_cache_moved_on_one_alone() -> None:
     ranks, buffers = [make_runtime(Mode.WOVEN), make_runtime(Mode.WOVEN)], Buffers()
     decided: list[list[Any]] = [[], []]
@@ -189,6 +205,45 @@ def test_a_hazard_takes_the_fused_plan() -> None:
         Mode.FUSED, ctas=plan_of(runtime, [], 1024).ctas, cluster=plan_of(runtime, [], 1024).cluster
     )
     assert runtime.steps.reasons[Reason.PREFIX_HAZARD] == 3
+
+
+@pytest.mark.parametrize(("fused", "mode"), [(42.0, None), (38.0, Mode.FUSED)])
+def test_a_hazard_takes_the_fastest_that_was_measured_without_weaving(fused: float, mode: Mode | None) -> None:
+    runtime, buffers = make_runtime(), Buffers()
+    runtime.choice.measured = Measured((1024, 2048), stock=(20.0, 40.0), fused=(fused / 2, fused), woven=(17.0, 34.0))
+    step = [Rows("r", 2000, 0)]
+    assert plan_of(runtime, step, 2048).mode is Mode.WOVEN
+    runtime.requests.hazard = lambda step, cut: True
+    plan = plan_of(runtime, step, 2048)
+    assert (plan and plan.mode) is mode  # None: stock
+    if mode is None:
+        assert run(runtime, buffers, [2000]) is None
+        assert runtime.steps.reasons == {Reason.PREFIX_HAZARD: 2, Reason.PLANNER: 1}
+
+
+def test_a_step_that_ends_at_the_cut_runs_as_stock() -> None:
+    runtime, buffers = small_runtime(Mode.WOVEN), Buffers()
+    cut = runtime.choice.plan(16).split
+    assert run(runtime, buffers, [cut]) is None  # its graph, for 16 rows, would have nothing but padding in the suffix
+    assert runtime.steps.reasons == {Reason.PLANNER: 1}
+    assert run(runtime, buffers, [cut + 1]) is not None
+    assert runtime.steps.rows == {Mode.WOVEN: cut + 1}
+
+
+@pytest.mark.parametrize(
+    ("cut", "mode"), [(400, Mode.FUSED), (600, Mode.WOVEN), (1448, Mode.WOVEN), (1648, Mode.FUSED)]
+)
+def test_both_splits_of_a_long_context_must_fill_the_gpu(cut: int, mode: Mode) -> None:
+    runtime = make_runtime(Mode.WOVEN)
+    chosen = runtime.choice.plan
+
+    def plan(rows: int, *, allow_woven: bool = True) -> Plan:
+        found = chosen(rows, allow_woven=allow_woven)
+        return found if found.split is None else dataclasses.replace(found, split=cut)
+
+    runtime.choice.plan = plan
+    found = plan_of(runtime, [Rows("r", 2000, 20000)], 2048)  # 524 rows of it are enough for half of 132 SMs
+    assert found.mode is mode
 
 
 def test_decodes_alone_and_few_rows_after_long_contexts_run_as_stock() -> None:

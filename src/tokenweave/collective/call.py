@@ -132,6 +132,10 @@ def _rows_problem(call: Call) -> str | None:
     if rows is not None:
         if not (rows.dim() == 1 and rows.dtype == torch.int64 and rows.device == partial.device):
             return f"rows is {list(rows.shape)} {rows.dtype} on {rows.device}; expected [n] int64 on {partial.device}"
+        if rows.shape[0] > call.workspace.max_tokens:
+            return (
+                f"rows names {rows.shape[0]} rows; this workspace holds {call.workspace.max_tokens}: raise max_tokens"
+            )
         if rows.device.type == "cpu" and rows.numel():  # elsewhere a look at the values would stall the stream
             within = int(rows[0]) >= 0 and int(rows[-1]) < partial.shape[0]
             if not (within and bool((rows[1:] >= rows[:-1]).all())):

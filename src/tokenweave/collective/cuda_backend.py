@@ -39,7 +39,11 @@ from tokenweave.cuda.launch import loaded
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 
-_REASONS = {1: "waited longer than the time limit", 2: "got a different launch from its peer"}
+_REASONS = {
+    1: "waited longer than the time limit",
+    2: "got a different launch from its peer",
+    3: "was told that a peer has failed",
+}
 _PHASES = {1: "start", 2: "end"}
 
 

@@ -22,9 +22,11 @@ from tokenweave.collective.arguments import MAX_BLOCKS, MAX_RANKS
 from tokenweave.errors import CollectiveError
 from tokenweave.switches import multicast_switched_off
 
-STATE_WORDS = MAX_BLOCKS + 8  # epochs, the poison word, the one-shot kernel's counters
+STATE_WORDS = MAX_BLOCKS + 8  # epochs, whether there is a record, the one-shot kernel's counters
 RECORD_WORDS = 8
-FLAG_BYTES = MAX_BLOCKS * MAX_RANKS * 8
+FLAG_BYTES = (
+    (MAX_BLOCKS + 4) * MAX_RANKS * 8
+)  # a row a block, and the word that poisons; whole lines, since inboxes follow
 SENTINELS = {torch.bfloat16: 0x80008000, torch.float16: 0x80008000, torch.float32: 0x80000000}
 _ONESHOT_BYTES = {
     2: 4 << 20,

@@ -54,8 +54,8 @@ class Workspace:
         collectives, bytes_sent, copies: counters since creation; copies of whole batches into or out of the staging.
 
     Raises:
-        CollectiveError: arguments out of range or not those of the other ranks, no memory, a group without this rank, or a
-            transport that cannot run here or fails its self-test was asked for.
+        CollectiveError: arguments out of range or not those of the other ranks, no memory, a group without this rank, a
+            stream that captures a graph, or a transport that cannot run here or fails its self-test was asked for.
     """
 
     def __init__(
@@ -82,6 +82,12 @@ class Workspace:
             raise CollectiveError(
                 f"Workspace: rank {dist.get_rank()} of the job is not in the group that it was given; the group's own ranks "
                 "create its workspace"
+            )
+        # Before the ranks speak with each other, which would break the capture.
+        if str(device).startswith("cuda") and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CollectiveError(
+                "Workspace: the current stream captures a CUDA graph, which can hold neither the set-up of a workspace nor its "
+                "self-test; create the workspace before, on all ranks"
             )
         self.time_limit = time_limit
         self.collectives = 0

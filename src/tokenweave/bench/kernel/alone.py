@@ -155,7 +155,7 @@ def arrive(calls: Sequence[Call]) -> None:
     for call in calls:
         memory = _memory(call)
         flags = memory.handle[memory.flags : memory.flags + FLAG_BYTES].view(torch.int64)
-        flags.view(MAX_BLOCKS, MAX_RANKS).fill_(_AHEAD)
+        flags.view(-1, MAX_RANKS)[:MAX_BLOCKS].fill_(_AHEAD)
         if call.replicated:
             _fill_inbox(call, calls)
         if call.workspace.device.type == "cuda":

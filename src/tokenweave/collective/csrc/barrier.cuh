@@ -26,11 +26,13 @@
 // signature is a hash of the launch shape: a mismatch between ranks is an error at the first barrier, not a hang.
 //
 // A wait that lasts longer than the time limit, or meets another signature, writes a record to pinned host memory and
-// poisons the channel: every later wait and every later launch on it returns at once, so that the process can exit.
+// poisons the channel, on all ranks: every later wait and every later launch on it returns at once, so that the process can
+// exit. A launch on a poisoned channel signals and pushes nothing, since what it computes is worth nothing: a rank that was
+// late would take it for results. The first thread of a rank that finds the channel poisoned by a peer writes its record.
 #pragma once
 #include "ptx.cuh"
 
-constexpr int MAX_RANKS = 8, MAX_BLOCKS = 256, POISON = MAX_BLOCKS;
+constexpr int MAX_RANKS = 8, MAX_BLOCKS = 256, RECORDED = MAX_BLOCKS;
 
 typedef u8* const Pointers[MAX_RANKS];  // one address a rank
 
@@ -47,7 +49,7 @@ struct Args {                // the tables' first entry is the multicast address
   const float* scale;        // local: the one scale of all e4m3 rows, if they don't have their own
   const i64* rows;           // sampled rows, ascending; null for all
   const int* row_count;      // real number of rows in device memory; null: `tokens`
-  u32* state;                // local: an epoch a block, then the poison word
+  u32* state;                // local: an epoch a block, then whether there is a record
   u32* record;               // pinned host memory
   u64 time_limit;            // nanoseconds
   float eps, weight_offset;
@@ -58,39 +60,51 @@ struct Args {                // the tables' first entry is the multicast address
 struct Inboxes { u8* of[MAX_RANKS]; };  // the one-shot kernel's inbox memory on every rank
 
 enum Phase : u32 { START = 1, END = 2 };
-enum Reason : u32 { TIME_LIMIT = 1, MISMATCH = 2 };
+enum Reason : u32 { TIME_LIMIT = 1, MISMATCH = 2, PEER_FAILED = 3 };
+constexpr int POISONED = MAX_BLOCKS * MAX_RANKS;  // flags: behind the blocks', the word that poisons (reason << 8 | rank + 1)
 
-static __device__ __noinline__ void poison(const Args& a, u32 reason, u32 phase, u32 peer, u32 want, u64 have) {
-  if (atomicExch(a.state + POISON, 1u) == 0) {
+DEVICE u32 poisoned(const Args& a) { return ld_volatile_u32((const u32*)(a.flags[a.rank] + POISONED)); }
+// What ends a wait: its time limit, a signature, or the channel, poisoned by a peer unless this rank has its record.
+static __device__ __noinline__ void give_up(const Args& a, u32 reason, u32 phase, u32 peer, u32 want, u64 have) {
+  const u32 word = poisoned(a);
+  if (word && reason != MISMATCH) {
+    peer = (word & 255) - 1;
+    reason = word >> 8 == MISMATCH ? MISMATCH : PEER_FAILED;
+  }
+  if (atomicExch(a.state + RECORDED, 1u) == 0) {
     const u32 v[8] = {reason, phase, (u32)a.rank, peer, blockIdx.x, want, (u32)have, (u32)(have >> 32)};
     for (int i = 1; i < 8; ++i) st_volatile_u32(a.record + i, v[i]);
     fence_sys();
     st_volatile_u32(a.record, v[0]);
   }
+  if (word) return;
+  for (int p = 0; p < MAX_RANKS; ++p)
+    if (a.flags[p]) st_release_sys(a.flags[p] + POISONED, reason << 8 | (a.rank + 1));
 }
-DEVICE bool poisoned(const Args& a) { return ld_volatile_u32(a.state + POISON) != 0; }
 
+// Called by one whole warp, before it signals: whether the channel works.
+DEVICE bool works(const Args& a) { return __all_sync(~0u, poisoned(a) == 0); }
 // Called by one whole warp. `epoch` is the value that the peers will wait for.
 template <int N> DEVICE void signal_peers(const Args& a, u32 epoch) {
   const int lane = threadIdx.x & 31;
   if (lane < N && lane != a.rank) st_release_sys(a.flags[lane] + blockIdx.x * MAX_RANKS + a.rank, (u64)a.signature << 32 | epoch);
 }
-// Called by one whole warp; false if the channel is poisoned.
-template <int N> DEVICE bool wait_peers(const Args& a, u32 epoch, u32 phase) {
+// Called by one whole warp; false if the channel is poisoned. `ok`: whether it was not when the warp was to signal.
+template <int N> DEVICE bool wait_peers(const Args& a, u32 epoch, u32 phase, bool ok = true) {
   const int lane = threadIdx.x & 31;
-  bool ok = true;
+  u32 reason = ok ? 0 : PEER_FAILED;
   if (lane < N && lane != a.rank) {
     const u64* flag = a.flags[a.rank] + blockIdx.x * MAX_RANKS + lane;
-    u64 have, began = 0;
-    for (u32 spins = 1; (int)((u32)(have = ld_acquire_sys(flag)) - epoch) < 0; ++spins) {
+    u64 have = 0, began = 0;
+    for (u32 spins = 1; !reason && (int)((u32)(have = ld_acquire_sys(flag)) - epoch) < 0; ++spins) {
       if (spins & 255) continue;
-      if (poisoned(a)) { ok = false; break; }
       const u64 now = globaltimer();
       if (!began) began = now;
-      if (now - began > a.time_limit) { poison(a, TIME_LIMIT, phase, lane, epoch, have); ok = false; break; }
+      if (poisoned(a) || now - began > a.time_limit) reason = TIME_LIMIT;
     }
     // A peer may be one signal ahead, never more: only an equal epoch carries this call's signature.
-    if (ok && (u32)have == epoch && (u32)(have >> 32) != a.signature) { poison(a, MISMATCH, phase, lane, epoch, have); ok = false; }
+    if (!reason && (u32)have == epoch && (u32)(have >> 32) != a.signature) reason = MISMATCH;
+    if (reason) give_up(a, reason, phase, lane, epoch, have);
   }
-  return __all_sync(~0u, ok);
+  return __all_sync(~0u, reason == 0);
 }

@@ -16,7 +16,7 @@ constexpr int V = S::V;
 constexpr bool HELD = S::GT <= 256 || N * V <= 20;  // what arrives fits in registers; else it is read once more for the sum
 constexpr int AT_ONCE = HELD ? N : 4;               // peers whose vectors are looked at together
 constexpr u32 SENTINEL = S::D == Dtype::fp32 ? 0x80000000u : 0x80008000u;
-enum State : int { CALLS = POISON + 1, DONE = POISON + 2, EXTENT = POISON + 3 };  // words of Args::state after the poison word
+enum State : int { CALLS = RECORDED + 1, DONE = RECORDED + 2, EXTENT = RECORDED + 3 };  // further words of Args::state
 
 DEVICE Vec announce(Vec v) {
 #pragma unroll
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
   u32 epoch = 0;
   if (blockIdx.x == 0 && threadIdx.x < 32) {
     epoch = a.state[0];
-    signal_peers<N>(a, epoch + 1);
+    if (!poisoned(a)) signal_peers<N>(a, epoch + 1);
   }
   const u32 call = a.state[CALLS];
   RowMath<S> math(a, reduction);
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
     for (int k = 1; k < N; ++k)
 #pragma unroll
       for (int v = 0; v < V; ++v)
-        if (math.inside(v)) st_global(inbox.of[(RANK + k) % N] + now + RANK * plane + at + math.step(v), own[v]);
+        if (ok && math.inside(v)) st_global(inbox.of[(RANK + k) % N] + now + RANK * plane + at + math.step(v), own[v]);
     if constexpr (has<S, HAS_RESIDUAL>)
 #pragma unroll
       for (int v = 0; v < V; ++v)
@@ -76,10 +76,16 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
           if (math.inside(v) && absent(HELD ? x[HELD ? (RANK + k) % N : 0][v] : arrived((RANK + k) % N, v))) { waiting = true; missing = (RANK + k) % N; }
       if (!waiting) break;
       if (spins & 255) continue;
-      if (poisoned(a)) ok = false;
       const u64 t = globaltimer();
       if (!began) began = t;
-      if (t - began > a.time_limit) { poison(a, TIME_LIMIT, START, missing, call, 0); ok = false; }
+      if (poisoned(a) || t - began > a.time_limit) {
+        give_up(a, TIME_LIMIT, START, missing, call, 0);
+        ok = false;
+#pragma unroll
+        for (int p = 0; p < (HELD ? N : 1); ++p)
+#pragma unroll
+          for (int v = 0; v < V; ++v) x[p][v] = Vec{};  // so that they need not outlive the call, which takes registers
+      }
     }
     auto part = [&](int p, int v) {
       if (p == RANK) return own[v];
@@ -102,8 +108,9 @@ extern "C" __global__ void __launch_bounds__(S::GT, 1) oneshot(const __grid_cons
       for (int v = 0; v < V; ++v)
         if (math.inside(v))
           st_global(inbox.of[RANK] + before + (RANK + k) % N * plane + (size_t)r * S::ROW_BYTES + math.t * 16 + math.step(v), Vec{{SENTINEL, SENTINEL, SENTINEL, SENTINEL}});
+  if (!ok) give_up(a, PEER_FAILED, START, 0, call, 0);  // poisoned from the start: no thread of this rank may have met it in a wait
   if (blockIdx.x == 0 && threadIdx.x < 32) {
-    if (ok) wait_peers<N>(a, epoch + 1, START);
+    if (__all_sync(~0u, ok)) wait_peers<N>(a, epoch + 1, START);
     if (threadIdx.x == 0) a.state[0] = epoch + 1;
   }
   __syncthreads();

@@ -21,14 +21,16 @@ template <class Link> DEVICE void twoshot(const Args& a) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();  // before anything that an earlier kernel of the stream wrote
   u32 epoch = 0;
+  bool ok = true;
   if (threadIdx.x < 32) {
     epoch = a.state[blockIdx.x];
-    signal_peers<N>(a, epoch + 1);
+    ok = works(a);
+    if (ok) signal_peers<N>(a, epoch + 1);
   }
   const Owned owned = owned_rows<Whole>(a);
   RowMath<S> math(a, reduction);
   if (threadIdx.x < 32) {
-    const bool ok = !poisoned(a) && wait_peers<N>(a, epoch + 1, START);
+    ok = wait_peers<N>(a, epoch + 1, START, ok);
     if (threadIdx.x == 0) arrived = ok;
   }
   __syncthreads();

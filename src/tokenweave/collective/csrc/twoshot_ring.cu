@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
   u32 epoch = 0;
   if (warp == PRODUCER) {
     epoch = a.state[blockIdx.x];
-    signal_peers<N>(a, epoch + 1);
+    bool ok = works(a);
+    if (ok) signal_peers<N>(a, epoch + 1);
     auto load = [&](int i, int s, bool peers) {
       const size_t at = source_row<S>(a, row_of(i)) * S::ROW_BYTES;
       u8* stage = stages + s * STAGE_BYTES;
@@ -62,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
     const int ahead = min(mine, depth);
     if (lane == 0)
       for (int i = 0; i < ahead; ++i) { mbarrier_expect_tx(&full[i], LOAD_BYTES); load(i, i, false); }  // needs no barrier
-    const bool ok = !poisoned(a) && wait_peers<N>(a, epoch + 1, START);
+    ok = wait_peers<N>(a, epoch + 1, START, ok);
     if (lane == 0) {
       if (!ok) arrived = -1;
       else {
