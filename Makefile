@@ -20,7 +20,6 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-vllm lint format docs clean
 
 demo: .venv/.ready
-	@echo "demo: fetching SmolLM2-135M-Instruct (98 MB, once)"
 	@model=$$(.venv/bin/python scripts/fetch_smollm2.py) && \
 	.venv/bin/tokenweave generate --model "$$model" --tp 2 --chat --max-tokens 128 --prompt "$(PROMPT)"
 

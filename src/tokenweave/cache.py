@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again: compiled kernels, measured tables."""
+"""Where files are kept that can be had again: compiled kernels, measured tables, the demo's weights."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenweave.errors import RequestError
 from tokenweave.models import read_config
-from tokenweave.planning import GPUS, Explanation, Planner
+from tokenweave.planning import GPUS, Explanation, Planner, caveat
 from tokenweave.planning.comm import TRANSPORTS
 from tokenweave.planning.plan import POINTS
 from tokenweave.tuning.find import VARIABLE
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         print("note: no GPU here, so this is for this machine's CPU; name a GPU with --gpu (h200)")
     if args.gpu is not None and os.environ.get(VARIABLE, "off").casefold() not in ("", "off"):
         print(f"note: {VARIABLE} is not used: --gpu asks for the data sheet; leave it out for a table of this machine")
+    if (note := caveat(planner.model.costs)) is not None:
+        print(f"note: {note}")
     for explanation in explained:
         print("\n" + text(explanation, full=args.explain))
     return 0

@@ -10,7 +10,7 @@ from typing import Any
 from tokenweave.cli.arguments import numbers
 from tokenweave.errors import RequestError
 from tokenweave.models import read_config
-from tokenweave.planning import GPUS, Predictor, StepTimes, machine_of
+from tokenweave.planning import GPUS, Predictor, StepTimes, caveat, machine_of
 from tokenweave.planning.comm import TRANSPORTS
 from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.runtime import EAGER, RUNTIMES
@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"woven is the fastest at {', '.join(map(str, tokens))} tokens, but not chosen: {reason}")
     if machine.tp > 1:
         print(NO_COMM_NOTE)
+    if (note := caveat(machine)) is not None:
+        print(note)
     return 0
 
 

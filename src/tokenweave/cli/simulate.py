@@ -13,7 +13,7 @@ from tokenweave.cli.arguments import PICTURES, check_output, check_seed, numbers
 from tokenweave.errors import RequestError
 from tokenweave.models import read_config
 from tokenweave.models.config import ModelConfig
-from tokenweave.planning import GPUS, Costs, Predictor, machine_of
+from tokenweave.planning import GPUS, Costs, Predictor, caveat, machine_of
 from tokenweave.planning.comm import TRANSPORTS
 from tokenweave.planning.cost import MOST_TOKENS
 from tokenweave.planning.runtime import RUNTIMES
@@ -133,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
         "tpot_target_ms": args.tpot_target,
     }
     print(header(about), flush=True)
+    if (note := caveat(costs)) is not None:
+        print(note, flush=True)
     runs: list[Run] = []
     for replicas in fleets:
         for rate in rates:

@@ -176,12 +176,14 @@ class RankProcesses:
             stderr.quiet = True
         heard: dict[int, Failure | None] = {rank: failure}
         deadline = time.monotonic() + _GRACE
-        while (cause := _primary(heard)) is None and (left := deadline - time.monotonic()) > 0:
+        while (
+            (cause := _primary(heard)) is None
+            and len(heard) < len(self._connections)
+            and (left := deadline - time.monotonic()) > 0
+        ):
             for other, message in self._receive(left, ignore=list(heard)):
                 if message is None or message[0] == "failed":
                     heard[other] = message and message[1]
-            if len(heard) == len(self._connections):
-                break
         rank, failure = cause if cause is not None else (rank, failure)
         if failure is None:  # the process is gone, or about to be: its own exit code, not that of our kill
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -3,7 +3,7 @@
 from tokenweave.planning.asked import asked_mode
 from tokenweave.planning.explanation import Explanation
 from tokenweave.planning.hardware import GPUS, Gpu, gpu_by_name, local_gpu
-from tokenweave.planning.machine import Costs, Machine, machine_of
+from tokenweave.planning.machine import Costs, Machine, caveat, machine_of
 from tokenweave.planning.plan import Mode, Plan, StepTimes
 from tokenweave.planning.planner import Planner, plan
 from tokenweave.planning.predict import Predictor, predict_step
@@ -24,6 +24,7 @@ __all__ = [
     "Runtime",
     "StepTimes",
     "asked_mode",
+    "caveat",
     "gpu_by_name",
     "local_gpu",
     "machine_of",

@@ -214,3 +214,15 @@ def machine_of(gpu: Gpu | str | None, tp: int = 1, transport: str | None = None,
         )
     transport = comm.check_transport(transport or comm.default_transport(known, tp), known)
     return Machine(known, tp, transport, runtime)
+
+
+def caveat(costs: Costs) -> str | None:
+    """What to know of the figures for a machine, several GPUs of which nobody has timed whole steps on yet; None for others."""
+    if costs.measured or costs.tp == 1 or costs.gpu.arch == "cpu":
+        return None
+    if (costs.gpu.name, costs.tp, costs.transport) == ("h200", 2, "p2p"):
+        return None
+    return (
+        f"predicted: whole steps were measured on 2 h200 over p2p, not yet on {costs.tp} {costs.gpu.name} over "
+        f"{costs.transport} (docs/planning.md); `tokenweave tune` measures a machine"
+    )
