@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import pytest
 from fetch_smollm2 import NAME, cache_path
 
-from tokenweave.bench.result import write_result
 from tokenweave.cache import cache_dir
-from tokenweave.files import write_picture, write_whole
+from tokenweave.files import write_picture, write_result, write_whole
 
 
 def test_a_file_is_replaced_and_nothing_else_stays(tmp_path: Path) -> None:

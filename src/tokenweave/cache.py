@@ -12,6 +12,5 @@ def cache_dir(name: str) -> Path:
     root = os.environ.get("TOKENWEAVE_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tokenweave"
     )
-    return (
-        Path(os.path.expanduser(root)) / name
-    )  # unlike Path's, it takes any nonsense: writing there says what is wrong
+    # Unlike Path's, this expanduser takes any nonsense: writing there says what is wrong.
+    return Path(os.path.expanduser(root)) / name

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tokenweave.errors import RequestError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ENDING = ".tokenweave-part"
-_LEFT_BEHIND = (
-    600.0  # seconds; no write takes as long, so that an older part is one whose process was killed in the middle
-)
+_LEFT_BEHIND = 600.0  # seconds; no write takes as long: the process of an older part was killed in the middle
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -68,6 +70,21 @@ def write_picture(path: Path, figure: Figure, dpi: int) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, dpi=dpi, format=path.suffix[1:].lower())
     write_whole(path, picture.getvalue())
+
+
+def require_matplotlib() -> None:
+    """Raises RequestError where there is nothing to draw pictures with, before anything is measured for one."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise RequestError(
+            f"pictures need matplotlib ({error}): pip install '.[plot]' in TokenWeave's checkout"
+        ) from None
+
+
+def write_result(result: Mapping[str, Any], path: Path) -> None:
+    """:func:`write_whole` for figures, as JSON."""
+    write_whole(path, json.dumps(result, indent=1) + "\n")
 
 
 def refusal(path: Path, *, streams: bool = True) -> str | None:

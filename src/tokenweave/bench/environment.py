@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from tokenweave.bench.energy import EnergyWatch
-from tokenweave.doctor.machine import examine, nvidia_smi, version_of
+from tokenweave.cuda.nvidia_smi import nvidia_smi
+from tokenweave.doctor.machine import examine, version_of
 
 
 def describe() -> dict[str, Any]:

@@ -70,7 +70,7 @@ def check_output(option: str, path: Path | None, endings: tuple[str, ...] = (), 
 def check_picture(option: str, path: Path | None) -> None:
     """The same for a picture, which matplotlib draws."""
     if path is not None:
-        from tokenweave.bench.plots import require_matplotlib
+        from tokenweave.files import require_matplotlib
 
         check_output(option, path, PICTURES)
         require_matplotlib()

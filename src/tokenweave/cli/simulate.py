@@ -7,10 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tokenweave.bench.plots import require_matplotlib
-from tokenweave.bench.result import write_result
 from tokenweave.cli.arguments import PICTURES, check_output, check_seed, numbers
 from tokenweave.errors import RequestError
+from tokenweave.files import require_matplotlib, write_result
 from tokenweave.models import read_config
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning import GPUS, Costs, Predictor, caveat, machine_of

@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Records on ranks of its own, or as one rank of torchrun's; writes to ``--out``."""
-    from tokenweave.bench.plots import require_matplotlib
+    from tokenweave.files import require_matplotlib
 
     _check(args)
     require_matplotlib()
@@ -128,9 +128,9 @@ def _report(
     import torch
 
     from tokenweave.bench.latency.report import plan_json
-    from tokenweave.bench.result import write_result
     from tokenweave.bench.trace.events import layer_of, summary
     from tokenweave.bench.trace.picture import draw_layer
+    from tokenweave.files import write_result
 
     layer = layers // 2 if args.layer is None else args.layer
     gpu = torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "CPU"

@@ -146,7 +146,7 @@ def _tune(args: argparse.Namespace, me: Rank, began: float) -> int:
 def _verify(args: argparse.Namespace, me: Rank) -> int:
     """Steps of a few layers in every mode, as `tokenweave bench latency` runs them, beside their predictions."""
     from tokenweave.bench.latency.bench import Config, LatencyBench
-    from tokenweave.bench.result import write_result
+    from tokenweave.files import write_result
     from tokenweave.models import read_config
     from tokenweave.models.dummy import dummy_model
     from tokenweave.tuning.verify import MODES, checks, conclusions, text

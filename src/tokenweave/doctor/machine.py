@@ -13,13 +13,13 @@ import itertools
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenweave.cache import cache_dir
+from tokenweave.cuda.nvidia_smi import nvidia_smi
 from tokenweave.switches import multicast_switched_off
 
 PYTHON_MIN = (3, 10)
@@ -339,12 +339,3 @@ def parse_topology(table: str) -> dict[tuple[int, int], int]:
                     match = re.fullmatch(r"NV(\d+)", cell)
                     links[int(cells[0][3:]), column] = int(match[1]) if match else 0
     return links
-
-
-def nvidia_smi(*arguments: str) -> str | None:
-    """What it prints; None where there is none, where it fails or takes longer than 20 seconds."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from tokenweave.cuda.nvidia_smi import nvidia_smi
 from tokenweave.cuda.sm_budget import cublas_library
-from tokenweave.doctor.machine import nvidia_smi
 from tokenweave.models.attention_choice import choose
 from tokenweave.models.config import ModelConfig
 from tokenweave.planning.profile_table import Identity, shape_of

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tokenweave.bench.kernel import report
 from tokenweave.bench.kernel.expected import Expected
 from tokenweave.bench.kernel.implementations import Family, Fixture, Implementation, Prepared, Skipped
-from tokenweave.bench.result import write_result
 from tokenweave.bench.timing import median_estimate, paired_rounds, ratio_estimate, slowest_rank
 from tokenweave.errors import CollectiveError
+from tokenweave.files import write_result
 from tokenweave.stages import Epilogue
 
 MEASURED_LINK_GBS = {"h200": 390.0}

@@ -28,10 +28,10 @@ from tokenweave.bench.latency.profile import profiled
 from tokenweave.bench.latency.report import Measured, finalist_rows, finish, plan_json, rows_of
 from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
 from tokenweave.bench.latency.sweep import swept_fused, swept_woven
-from tokenweave.bench.result import write_result
 from tokenweave.bench.steps import PrefillSteps, Variant, norm_alone
 from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank, take_turns
 from tokenweave.execution import check
+from tokenweave.files import write_result
 from tokenweave.models import Model
 from tokenweave.planning import Mode, Planner
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tokenweave.bench.plots import require_matplotlib
 from tokenweave.errors import RequestError
-from tokenweave.files import write_picture
+from tokenweave.files import require_matplotlib, write_picture
 
 _MODE_COLOURS = {"sequential": "C7", "fused": "C0", "woven": "C2", "auto": "C3", "no_comm": "black"}
 

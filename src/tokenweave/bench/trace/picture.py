@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenweave.bench.plots import require_matplotlib
 from tokenweave.bench.trace.events import Kind, Span
-from tokenweave.files import write_picture
+from tokenweave.files import require_matplotlib, write_picture
 
 _COLOURS: dict[Kind, str] = {
     "GEMM": "#4477aa",

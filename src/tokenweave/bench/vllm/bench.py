@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from tokenweave.bench.environment import Monitor
-from tokenweave.bench.result import write_result
 from tokenweave.bench.vllm import configurations
 from tokenweave.bench.vllm.process import EngineFailed, EngineProcess
 from tokenweave.bench.vllm.report import finish, served
+from tokenweave.files import write_result
 from tokenweave.simulation import Trace
 
 _WARM_PREFILLS = 4  # TokenWeave runs a new size as stock, then launch by launch, and makes a graph at the third

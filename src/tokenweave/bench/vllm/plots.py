@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenweave.bench.plots import require_matplotlib
 from tokenweave.bench.vllm.report import STOCK, UNITS
 from tokenweave.errors import RequestError
-from tokenweave.files import write_picture
+from tokenweave.files import require_matplotlib, write_picture
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
