@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.bench.environment import Monitor
+from tokenweave.bench.latency.busy import profiled
 from tokenweave.bench.latency.finals import SINGLE, Times, decided, finalists
 from tokenweave.bench.latency.measure import comparable, final_rows, host_ms, sustained
-from tokenweave.bench.latency.profile import profiled
 from tokenweave.bench.latency.report import Measured, finalist_rows, finish, plan_json, rows_of
 from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
 from tokenweave.bench.latency.sweep import swept_fused, swept_woven

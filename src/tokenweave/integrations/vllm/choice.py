@@ -1,4 +1,5 @@
-"""Fused, woven or stock: by the mode that was given, else by what was measured, else by the planner."""
+"""Fused, woven or stock, for so many rows: by the mode that was given, else by what was measured, else by the planner. What
+a step's requests allow of it is ``decide.py``'s business."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether a step is fused, woven or left to stock vLLM, and whether a graph runs it. The same on all ranks: it goes by the
-scheduler's words and by times that all have agreed on."""
+"""Whether a step is fused, woven or left to stock vLLM, and whether a graph runs it: ``choice.py``'s answer for its rows, as far
+as its requests allow. The same on all ranks: it goes by the scheduler's words and by times that all have agreed on."""
 
 from __future__ import annotations
 
