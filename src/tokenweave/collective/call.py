@@ -138,8 +138,8 @@ def _rows_problem(call: Call) -> str | None:
             )
         if rows.device.type == "cpu" and rows.numel():  # elsewhere a look at the values would stall the stream
             within = int(rows[0]) >= 0 and int(rows[-1]) < partial.shape[0]
-            if not (within and bool((rows[1:] >= rows[:-1]).all())):
-                return f"rows={rows.tolist()}; expected ascending rows from 0 to {partial.shape[0] - 1}"
+            if not (within and bool((rows[1:] > rows[:-1]).all())):
+                return f"rows={rows.tolist()}; expected ascending rows from 0 to {partial.shape[0] - 1}, none of them twice"
     if row_count is not None and not (
         row_count.numel() == 1 and row_count.dtype == torch.int32 and row_count.device == partial.device
     ):

@@ -42,8 +42,10 @@ from tokenweave.stages import Epilogue
 _REASONS = {
     1: "waited longer than the time limit",
     2: "got a different launch from its peer",
-    3: "was told that a peer has failed",
+    3: "was told that a peer gave up",
+    4: "was told by a peer that it got a different launch",
 }
+_OWN = (1, 2)  # those that this rank saw of its peer
 _PHASES = {1: "start", 2: "end"}
 
 
@@ -126,9 +128,10 @@ def check(workspace: Workspace) -> None:
     for channel in range(workspace.channels):
         if (words := memory.failure(channel)) is not None:
             reason, phase, rank, peer, block, want, have, signature = words
+            seen = f" (the peer is at {have}, launch {signature:#010x})" if reason in _OWN else ""
             raise CollectiveError(
                 f"collective failed: rank {rank} {_REASONS.get(reason, reason)}: peer {peer}, channel {channel}, phase "
-                f"{_PHASES.get(phase, phase)}, block {block}, epoch {want} (the peer is at {have}, launch {signature:#010x}). "
+                f"{_PHASES.get(phase, phase)}, block {block}, epoch {want}{seen}. "
                 "A peer died or fell behind, or the ranks called with different shapes; the workspace cannot be used any "
                 "more: end this process, or close the workspace on all ranks and create a new one"
             )

@@ -58,8 +58,8 @@ def fused_allreduce_rmsnorm(
         channel: 0 <= channel < workspace.channels; collectives that may be in flight together need different ones.
         ctas: thread blocks of the kernel (GPU transports), 1 to 256; None for the default.
         cluster: thread blocks per cluster (GPU transports), a divisor of ``ctas``; None for none.
-        rows: int64 [n], ascending, at most ``max_tokens``: only these rows are reduced, normalised and sent, and only their residual is updated
-            (the sampled rows of a last stage).
+        rows: int64 [n], ascending, none of them twice: only these rows are reduced, normalised and sent, and only their
+            residual is updated (the sampled rows of a last stage).
         row_count: int32 [1], the number of real rows, at most tokens, read on the device when the kernel runs, so that a
             captured graph sends only real rows; rows behind it are not touched. None: all rows are real.
         out: [tokens or n, hidden] to write to, apart from ``partial``, or ``partial`` itself if ``rows`` is not given;

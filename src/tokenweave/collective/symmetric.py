@@ -2,7 +2,7 @@
 
 One allocation per rank, laid out alike on all of them:
 ``[data: regions x max_tokens x hidden][staging: two regions, if asked for][fp8 rows, fp8 scales: if asked for]``
-``[flags: a page a channel][inboxes: a channel each]``.
+``[flags, and the word that poisons: a channel each][inboxes: a channel each]``.
 """
 
 from __future__ import annotations

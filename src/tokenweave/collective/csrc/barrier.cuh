@@ -41,7 +41,7 @@ struct Args {                // the tables' first entry is the multicast address
   u8* out[MAX_RANKS];        // result rows of every rank, row 0 of the call
   u8* fp8[MAX_RANKS];        // e4m3 result rows of every rank, row 0 of the call
   u8* scales[MAX_RANKS];     // float32 scales of those rows, if each has its own
-  u64* flags[MAX_RANKS];     // [block][source rank] words of every rank's memory
+  u64* flags[MAX_RANKS];     // [block][source rank] words of every rank's memory, then the one that poisons
   u8* residual;              // local, row 0 of the call
   const u8* weight;          // local vectors of [hidden]
   const u8* post_weight;
@@ -60,7 +60,7 @@ struct Args {                // the tables' first entry is the multicast address
 struct Inboxes { u8* of[MAX_RANKS]; };  // the one-shot kernel's inbox memory on every rank
 
 enum Phase : u32 { START = 1, END = 2 };
-enum Reason : u32 { TIME_LIMIT = 1, MISMATCH = 2, PEER_FAILED = 3 };
+enum Reason : u32 { TIME_LIMIT = 1, MISMATCH = 2, PEER_FAILED = 3, PEERS_MISMATCH = 4 };
 constexpr int POISONED = MAX_BLOCKS * MAX_RANKS;  // flags: behind the blocks', the word that poisons (reason << 8 | rank + 1)
 
 DEVICE u32 poisoned(const Args& a) { return ld_volatile_u32((const u32*)(a.flags[a.rank] + POISONED)); }
@@ -69,8 +69,9 @@ static __device__ __noinline__ void give_up(const Args& a, u32 reason, u32 phase
   const u32 word = poisoned(a);
   if (word && reason != MISMATCH) {
     peer = (word & 255) - 1;
-    reason = word >> 8 == MISMATCH ? MISMATCH : PEER_FAILED;
+    reason = word >> 8 == MISMATCH ? PEERS_MISMATCH : PEER_FAILED;
   }
+  if (word && ld_volatile_u32(a.state + RECORDED)) return;
   if (atomicExch(a.state + RECORDED, 1u) == 0) {
     const u32 v[8] = {reason, phase, (u32)a.rank, peer, blockIdx.x, want, (u32)have, (u32)(have >> 32)};
     for (int i = 1; i < 8; ++i) st_volatile_u32(a.record + i, v[i]);
@@ -94,6 +95,8 @@ template <int N> DEVICE bool wait_peers(const Args& a, u32 epoch, u32 phase, boo
   const int lane = threadIdx.x & 31;
   u32 reason = ok ? 0 : PEER_FAILED;
   if (lane < N && lane != a.rank) {
+    // A peer that gave up waiting for my end may have overwritten what I have just read. Looked at beside the flag.
+    const bool late = phase == END && poisoned(a);
     const u64* flag = a.flags[a.rank] + blockIdx.x * MAX_RANKS + lane;
     u64 have = 0, began = 0;
     for (u32 spins = 1; !reason && (int)((u32)(have = ld_acquire_sys(flag)) - epoch) < 0; ++spins) {
@@ -104,6 +107,7 @@ template <int N> DEVICE bool wait_peers(const Args& a, u32 epoch, u32 phase, boo
     }
     // A peer may be one signal ahead, never more: only an equal epoch carries this call's signature.
     if (!reason && (u32)have == epoch && (u32)(have >> 32) != a.signature) reason = MISMATCH;
+    if (!reason && late) reason = PEER_FAILED;
     if (reason) give_up(a, reason, phase, lane, epoch, have);
   }
   return __all_sync(~0u, reason == 0);

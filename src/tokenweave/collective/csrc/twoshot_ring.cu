@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * S::GT + 32, 1) twoshot_rin
       cp_async_bulk(stage + RANK * S::ROW_BYTES, a.x[RANK] + at, S::ROW_BYTES, &full[s]);
     };
     const int ahead = min(mine, depth);
-    if (lane == 0)
+    if (lane == 0 && ok)
       for (int i = 0; i < ahead; ++i) { mbarrier_expect_tx(&full[i], LOAD_BYTES); load(i, i, false); }  // needs no barrier
     ok = wait_peers<N>(a, epoch + 1, START, ok);
     if (lane == 0) {
