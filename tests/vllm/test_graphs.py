@@ -231,9 +231,16 @@ def test_a_step_that_ends_at_the_cut_runs_as_stock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "mode"), [(400, Mode.FUSED), (600, Mode.WOVEN), (1448, Mode.WOVEN), (1648, Mode.FUSED)]
+    ("rows", "cut", "mode"),
+    [
+        (2000, 400, Mode.FUSED),
+        (2000, 600, Mode.WOVEN),
+        (2000, 1448, Mode.WOVEN),
+        (2000, 1648, Mode.FUSED),
+        (1940, 1448, Mode.FUSED),  # with its padding the suffix would be large enough
+    ],
 )
-def test_both_splits_of_a_long_context_must_fill_the_gpu(cut: int, mode: Mode) -> None:
+def test_both_splits_of_a_long_context_must_fill_the_gpu(rows: int, cut: int, mode: Mode) -> None:
     runtime = make_runtime(Mode.WOVEN)
     chosen = runtime.choice.plan
 
@@ -242,7 +249,7 @@ def test_both_splits_of_a_long_context_must_fill_the_gpu(cut: int, mode: Mode) -
         return found if found.split is None else dataclasses.replace(found, split=cut)
 
     runtime.choice.plan = plan
-    found = plan_of(runtime, [Rows("r", 2000, 20000)], 2048)  # 524 rows of it are enough for half of 132 SMs
+    found = plan_of(runtime, [Rows("r", rows, 20000)], 2048)  # some 524 rows of it are enough for half of 132 SMs
     assert found.mode is mode
 
 

@@ -65,7 +65,10 @@ def plan_of(runtime: Runtime, step: Sequence[Rows], capacity: int) -> Plan | Non
         hazard = runtime.requests.hazard(step, plan.split)
         if hazard:
             runtime.steps.count(Reason.PREFIX_HAZARD)
-        if hazard or not _fills_gpu(runtime, step, min(plan.split, capacity - plan.split)):
+        rows = sum(request.tokens for request in step)
+        # A suffix of nothing but padding is refused by whoever takes the plan.
+        suffix = rows - plan.split if rows > plan.split else capacity - plan.split
+        if hazard or not _fills_gpu(runtime, step, min(plan.split, suffix)):
             plan = runtime.choice.plan(capacity, allow_woven=False)
     return None if plan.mode is Mode.SEQUENTIAL else plan
 
