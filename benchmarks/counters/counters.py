@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.collective.rows import owned_rows
 from tokenweave.collective.workspace import Workspace
+from tokenweave.files import write_result
 from tokenweave.stages import Epilogue
 
 HIDDEN, RANKS = 4096, 2
@@ -156,7 +156,7 @@ def main() -> int:
         print(_line(row))
     if parsed.out:
         result = {"environment": describe(), "ncu": _version(ncu), "rows": rows}
-        parsed.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(result, parsed.out)
     return 0
 
 

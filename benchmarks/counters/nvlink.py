@@ -11,7 +11,6 @@ counters say how much that is.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from tokenweave.bench.environment import describe
 from tokenweave.bench.launch import joined
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
+from tokenweave.files import write_result
 
 HIDDEN, SECONDS = 4096, 0.4
 ROW = HIDDEN * 2  # bytes, bf16
@@ -93,7 +93,7 @@ def main() -> None:
                     flush=True,
                 )
             if parsed.out:
-                parsed.out.write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
+                write_result({"environment": describe(), "rows": rows}, parsed.out)
 
 
 def measure(group: dist.ProcessGroup, device: torch.device) -> list[dict]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,9 +22,10 @@ from torch.nn.functional import embedding_bag, linear
 
 from tokenweave.bench.environment import describe
 from tokenweave.bench.timing import GraphClock, take_turns
+from tokenweave.files import write_result
 from tokenweave.models.inputs import Launches
 from tokenweave.models.llama import gated
-from tokenweave.models.mixtral import MixtureMLP, add_weighted, by_expert, route
+from tokenweave.models.mixtral import MixtureMLP, add_weighted, by_expert, places_of, route
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, RANKS = 4096, 14336, 8, 2, 2
 LAYERS, ROUNDS = 8, 30
@@ -59,8 +59,7 @@ def main() -> None:
             del sample, parts
     if parsed.out:
         shape = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "experts": EXPERTS, "ranks": RANKS, "layers": LAYERS}
-        result = {"environment": describe(), "shape": shape, "rows": rows}
-        parsed.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result({"environment": describe(), "shape": shape, "rows": rows}, parsed.out)
 
 
 def layer(device: torch.device) -> MixtureMLP:
@@ -119,9 +118,8 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
 
 def added_by_bag(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
     """As ``add_weighted``, with weights rounded to the rows' dtype, by torch's operation for sums of an embedding's rows."""
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    scaled = weights.to(parts.dtype)
-    out.copy_(embedding_bag(back.view(weights.shape), parts, mode="sum", per_sample_weights=scaled))
+    places, scaled = places_of(order).view(weights.shape), weights.to(parts.dtype)
+    out.copy_(embedding_bag(places, parts, mode="sum", per_sample_weights=scaled))
 
 
 def run_all(calls: list[Callable[[], Any]]) -> None:

@@ -11,13 +11,13 @@ first one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -27,6 +27,7 @@ from tokenweave.bench.launch import Rank, joined
 from tokenweave.bench.timing import GraphClock, median_estimate, ratio_estimate, slowest_rank, take_turns
 from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
 from tokenweave.collective.norm import add_rmsnorm
+from tokenweave.files import write_result
 from tokenweave.models.kernels import silu_mul
 from tokenweave.stages import Epilogue
 
@@ -85,21 +86,17 @@ class Step:
             collective(self._partial[number % 2])
 
 
-@contextlib.contextmanager
-def threads_a_row(threads: int | None) -> Iterator[None]:
-    """One-shot kernels that are chosen meanwhile have so many; None: what the package chooses."""
+def threads_a_row(threads: int | None) -> AbstractContextManager[object]:
+    """One-shot kernels that are chosen within have so many; None: what the package chooses."""
+    if threads is None:
+        return nullcontext()
     chosen = cuda_backend._oneshot_kernel
 
     @functools.lru_cache(maxsize=64)
     def instead(*shape: object) -> object:
         return dataclasses.replace(chosen(*shape), group_threads=threads)
 
-    if threads is not None:
-        cuda_backend._oneshot_kernel = instead
-    try:
-        yield
-    finally:
-        cuda_backend._oneshot_kernel = chosen
+    return mock.patch.object(cuda_backend, "_oneshot_kernel", instead)
 
 
 def ways(
@@ -156,7 +153,7 @@ def measure(tokens: int, workspace: Workspace, fusion: FlashInferFusion | None, 
     turns = take_turns({name: functools.partial(sample, graph) for name, graph in graphs.items()}, ROUNDS)
     cuda_backend.check(workspace)
     times = slowest_rank(turns, me.group, me.device)
-    rows_of_table = []
+    table = []
     for way in found:
         inside = [(a - b) / COLLECTIVES for a, b in zip(times[f"{way} in step"], times["without"], strict=True)]
         alone = [us / COLLECTIVES for us in times[f"{way} alone"]]
@@ -168,8 +165,8 @@ def measure(tokens: int, workspace: Workspace, fusion: FlashInferFusion | None, 
         if fusion is not None and way != REFERENCE:
             ratio = ratio_estimate(times["flashinfer one-shot in step"], times[f"{way} in step"])
             row["step_over_flashinfer_one_shot"] = dataclasses.asdict(ratio)
-        rows_of_table.append(row)
-    return rows_of_table
+        table.append(row)
+    return table
 
 
 def captured(clock: GraphClock, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -189,10 +186,10 @@ def main() -> None:
         options = {"max_tokens": max(sizes), "hidden": HIDDEN, "dtype": torch.bfloat16, "device": me.device}
         with Workspace(me.group, regions=2, transport="p2p", **options) as workspace:
             fusion = None
-            if importlib.util.find_spec("flashinfer") is not None:
+            try:
                 fusion = FlashInferFusion(me.group, max(sizes), HIDDEN)
-            else:
-                me.say("FlashInfer is not installed; its all-reduce is not measured")
+            except ImportError as error:
+                me.say(f"FlashInfer's all-reduce is not measured: {error}")
             rows = [row for size in sizes for row in measure(size, workspace, fusion, me)]
             if fusion is not None:
                 fusion.close()
@@ -201,7 +198,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
             if parsed.out:
                 result = {"environment": describe(), "layers": LAYERS, "hidden": HIDDEN, "rows": rows}
-                parsed.out.write_text(json.dumps(result, indent=1) + "\n")
+                write_result(result, parsed.out)
 
 
 if __name__ == "__main__":

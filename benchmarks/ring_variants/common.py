@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from tokenweave.bench.environment import describe
 from tokenweave.bench.launch import joined
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm, kernels
 from tokenweave.cuda.launch import loaded
+from tokenweave.files import write_result
 
 HIDDEN = 4096
 MOST = 16384  # rows
@@ -53,7 +53,7 @@ def main(doc: str, measure: Callable[[Workspace], list[dict]]) -> None:
             for row in rows:
                 print(row, flush=True)
             if parsed.out:
-                parsed.out.write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
+                write_result({"environment": describe(), "rows": rows}, parsed.out)
 
 
 @contextlib.contextmanager

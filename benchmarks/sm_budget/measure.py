@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -33,6 +32,7 @@ from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.cuda.sm_budget import sm_budget
 from tokenweave.errors import TokenWeaveError
 from tokenweave.execution import check
+from tokenweave.files import write_result
 
 HIDDEN = 4096
 SHAPES = {"qkv": (3072, 4096), "o": (4096, 2048), "gate_up": (14336, 4096), "down": (4096, 7168)}  # n, k
@@ -357,7 +357,7 @@ def main() -> None:
         result["machine"] = machine_line(environment, bench.ranks)
         result["tables"] = tables(result)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(result, args.out)
         uncovered = [row for row in result["held"] if row["blocks"] and not row["covered"]]
         print(
             f"{len(result['held'])} conditions, {len(uncovered)} not covered to the end, {time.monotonic() - began:.1f} s"

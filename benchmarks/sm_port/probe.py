@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 benchmarks/sm_port/probe.py [OUT.json]
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed._symmetric_memory as symm
 from tokenweave.bench.environment import describe
 from tokenweave.cuda.compile import HEADERS
 from tokenweave.cuda.launch import driver
+from tokenweave.files import write_result
 
 ROWS, ROW = 8192, 8192
 KERNELS = {"store": 0, "bulk_store": 8 * 8192, "bulk_load": 8 * 24576}  # dynamic shared memory
@@ -71,7 +71,7 @@ def main() -> None:
                         flush=True,
                     )
     if rank == 0 and len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
+        write_result({"environment": describe(), "rows": rows}, Path(sys.argv[1]))
     dist.barrier()
     dist.destroy_process_group()
 

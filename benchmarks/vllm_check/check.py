@@ -42,6 +42,7 @@ from compared import Compared, NothingCompared, check_answers, check_steps, comp
 from tokenweave.bench.environment import describe
 from tokenweave.bench.vllm.configurations import model_folder
 from tokenweave.cache import cache_dir
+from tokenweave.files import write_result
 from tokenweave.models.hf_config import read_json
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def run(options: argparse.Namespace) -> None:
         check.result |= {"environment": describe(), "state": check.state()}
         print("STATE", json.dumps(check.result["state"]), flush=True)
         if options.json:
-            Path(options.json).write_text(json.dumps(check.result, indent=1) + "\n")
+            write_result(check.result, Path(options.json))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from tokenweave.switches import multicast_switched_off
 
 STATE_WORDS = MAX_BLOCKS + 8  # epochs, whether there is a record, the one-shot kernel's counters
 RECORD_WORDS = 8
-FLAG_BYTES = (
-    (MAX_BLOCKS + 4) * MAX_RANKS * 8
-)  # a row a block, and the word that poisons; whole lines, since inboxes follow
+# A row a block, and one with the word that poisons; whole lines of 128 bytes, since inboxes follow.
+FLAG_BYTES = (MAX_BLOCKS + 4) * MAX_RANKS * 8
 SENTINELS = {torch.bfloat16: 0x80008000, torch.float16: 0x80008000, torch.float32: 0x80000000}
 _ONESHOT_BYTES = {
     2: 4 << 20,

@@ -91,6 +91,11 @@ def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
     return order, (flat.unsqueeze(1) == every).sum(0).cumsum(0).to(torch.int32)
 
 
+def places_of(order: torch.Tensor) -> torch.Tensor:
+    """Where each choice stands in ``order`` of :func:`by_expert`: int64, as long."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
 def add_weighted(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
     """Adds what a row's experts gave for it, in the order of its choices, in float32.
 
@@ -98,11 +103,10 @@ def add_weighted(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor
         parts: [tokens * experts_per_token, hidden], in ``order`` of :func:`by_expert`.
         weights: float32 [tokens, experts_per_token]. out: [tokens, hidden].
     """
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    back = back.view(weights.shape)
+    places = places_of(order).view(weights.shape)
 
     def weighted(choice: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return parts.index_select(0, back[:, choice]), weights[:, choice, None]
+        return parts.index_select(0, places[:, choice]), weights[:, choice, None]
 
     last = weights.shape[1] - 1
     total = weights.new_zeros(1, 1)
