@@ -297,10 +297,11 @@ def main() -> None:
         return
     part, parts = map(int, parsed.part.split("/"))
     with compiled_from(*EACH_READER_FREES) if parsed.each_reader_frees else contextlib.nullcontext():
+        began = time.perf_counter()
         for what in small()[part::parts]:
-            began = time.perf_counter()
+            print(f"{time.perf_counter() - began:6.2f} s  begins {what}", flush=True)
             run(what, 1)
-            print(f"{time.perf_counter() - began:5.2f} s  {what}", flush=True)
+        print(f"{time.perf_counter() - began:6.2f} s  all done", flush=True)
 
 
 if __name__ == "__main__":

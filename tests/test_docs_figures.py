@@ -447,8 +447,10 @@ def test_what_is_said_of_a_mixtures_parts_was_measured():
     }
     assert f"the experts' rows: {rest[512]:.0f} us at 512 tokens, {rest[1024]:.0f} at 1024" in text
     adds = {tokens: parts[tokens, "random"]["add"] for tokens in (512, 2048, 8192)}
-    assert f"{adds[512]:.0f} us at 512 tokens, {adds[2048]:.0f} at 2048 and {adds[8192]:.0f} of" in text
-    assert f"of {parts[8192, 'random']['whole']:,.0f} at 8192, where reading" in text
+    assert f"{adds[512]:.0f} us at 512 tokens, {adds[2048]:.0f} at 2048 and" in text
+    assert f"{adds[8192]:.0f} of {parts[8192, 'random']['whole']:,.0f} at 8192, where reading" in text
+    bags = [parts[tokens, "random"]["add_by_bag"] for tokens in (512, 2048, 8192)]
+    assert "takes {:.0f}, {:.0f} and {:.0f} us".format(*bags) in text
 
 
 def test_what_is_said_of_a_mixtures_schemes_and_collectives_was_measured():

@@ -1,6 +1,6 @@
 """The engine on real GPUs: every mode, eagerly and as graphs, against the sequential eager step; ranks' bits; texts.
 
-Two ranks by default; TOKENWEAVE_TEST_RANKS=4 runs the same on four.
+Two ranks by default; TOKENWEAVE_TEST_RANKS=4 runs the same on four (that share a GPU: with TOKENWEAVE_TEST_TURNS=1, see shared_gpu.py).
 
     PYTHONPATH=src python3 -m pytest -m gpu tests/test_gpu_engine.py
 """

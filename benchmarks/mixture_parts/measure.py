@@ -3,9 +3,9 @@
     python3 benchmarks/mixture_parts/measure.py [OUT.json]        # one GPU of Hopper or newer, 15 GB, half a minute
 
 Every part of ``MixtureMLP.compute`` (models/mixtral.py) in a CUDA graph of its own, on the real inputs of the part before it, 8 layers'
-weights in turn so that none is found in a cache; ``whole`` is the MLP as it is, and ``add_by_bag`` another way to add. Rows go to experts
-as a random router sends them (``random``), or the same number to each (``even``, without ``whole``). bf16, medians of 30 rounds of three
-replays in random order, microseconds a layer.
+weights in turn so that none is found in a cache; ``whole`` is the MLP as it is, and ``add_by_...`` are other ways to add, with weights
+rounded to bf16. Rows go to experts as a random router sends them (``random``), or the same number to each (``even``, without ``whole``).
+bf16, medians of 30 rounds of three replays in random order, microseconds a layer.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def parts_of(layers: list[MixtureMLP], tokens: int, even: bool) -> dict[str, lis
         activations = part("activation", functools.partial(gated, gate_up))
         down = part("down", functools.partial(grouped, activations, mlp.down, ends))
         part("add", functools.partial(add_weighted, down, order, weights, out))
-        part("add_by_bag", functools.partial(added_by_bag, down, order, weights, out))
+        for way in (added_by_bag, added_by_matmul, added_in_turn):
+            part(way.__name__.replace("added", "add"), functools.partial(way, down, order, weights, out))
         if not even:
             part("whole", functools.partial(mlp.compute, x, Launches(), out))  # type: ignore[arg-type]
     return parts
@@ -117,9 +118,23 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
 
 
 def added_by_bag(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """As ``add_weighted``, with weights rounded to the rows' dtype, by torch's operation for sums of an embedding's rows."""
+    """torch's operation for sums of an embedding's rows, which adds in float32."""
     places, scaled = places_of(order).view(weights.shape), weights.to(parts.dtype)
     out.copy_(embedding_bag(places, parts, mode="sum", per_sample_weights=scaled))
+
+
+def added_by_matmul(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """A product of matrices for each row, [1, choices] by [choices, hidden], which adds in float32."""
+    rows = parts.index_select(0, places_of(order)).view(*weights.shape, -1)
+    torch.bmm(weights.to(parts.dtype).unsqueeze(1), rows, out=out.unsqueeze(1))
+
+
+def added_in_turn(parts: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """One choice after the other, each sum rounded to bf16."""
+    places, scaled = places_of(order).view(weights.shape), weights.to(parts.dtype)
+    torch.mul(parts.index_select(0, places[:, 0]), scaled[:, 0, None], out=out)
+    for choice in range(1, weights.shape[1]):
+        out.addcmul_(parts.index_select(0, places[:, choice]), scaled[:, choice, None])
 
 
 def run_all(calls: list[Callable[[], Any]]) -> None:
