@@ -17,7 +17,8 @@ from vllm.config import CompilationMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
 
-from tokenweave.integrations.vllm import switch
+from tokenweave.integrations.vllm import checks, switch
+from tokenweave.integrations.vllm.reasons import Reason
 from vllm import __version__ as version
 
 
@@ -70,6 +71,32 @@ def test_steps_metadata_differ_only_in_what_a_cut_replaces(compat: ModuleType) -
     assert {"num_actual_tokens", "max_query_len", "seq_lens", "slot_mapping"} <= different, "the steps differ"
     for field in dataclasses.fields(FlashAttentionMetadata):
         assert same(getattr(pattern, field.name), getattr(other, field.name)), field.name
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prefetch": {"offload_group_size": 2}}, {"uva": {"cpu_offload_gb": 1}}, {}], ids=str
+)
+def test_offloaded_weights_are_seen_in_vllms_configuration(settings: dict[str, Any]) -> None:
+    from vllm.config import VllmConfig
+
+    config: Any = VllmConfig(offload_config=settings)  # type: ignore[arg-type]
+    assert checks._offloads(config) is bool(settings)
+
+
+def test_a_layer_that_vllms_offloader_has_wrapped_is_not_walked(
+    compat: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.offloader.prefetch import PrefetchOffloader
+
+    monkeypatch.setattr(checks, "plain_vocabulary", lambda layer: True)
+    model: Any = torch.nn.Module()
+    model.embed_tokens, model.layers = torch.nn.Module(), torch.nn.ModuleList([torch.nn.Module()])
+    offloader: Any = object.__new__(PrefetchOffloader)
+    offloader._hook_module_forward(0, model.layers[0])
+    found = checks.model_problem(model, compat)
+    assert found is not None
+    assert found[0] is Reason.LAYERS
+    assert found[1].startswith("layers.0 ")
 
 
 def metadata(starts: list[int], lengths: list[int]) -> FlashAttentionMetadata:

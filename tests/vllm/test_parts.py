@@ -180,6 +180,12 @@ def engine(**changes: Any) -> SimpleNamespace:
     return config
 
 
+def offloading(group_size: int = 0, gb: float = 0.0) -> SimpleNamespace:
+    """vLLM's settings of weight offloading."""
+    prefetch, uva = SimpleNamespace(offload_group_size=group_size), SimpleNamespace(cpu_offload_gb=gb)
+    return SimpleNamespace(prefetch=prefetch, uva=uva)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -198,6 +204,9 @@ def engine(**changes: Any) -> SimpleNamespace:
         ({"kv_transfer_config": object()}, Reason.KV_CONNECTOR),
         ({"model_config__enable_prompt_embeds": True}, Reason.PROMPT_EMBEDS),
         ({"model_config__enable_sleep_mode": True}, Reason.SLEEP_MODE),
+        ({"offload_config": offloading(group_size=8)}, Reason.OFFLOADING),
+        ({"offload_config": offloading(gb=4.0)}, Reason.OFFLOADING),
+        ({"offload_config": offloading()}, None),
         ({"cache_config__cache_dtype": "fp8"}, Reason.KV_CACHE_DTYPE),
         ({"cache_config__calculate_kv_scales": True}, Reason.KV_CACHE_DTYPE),
         ({"model_config__enable_return_routed_experts": True}, Reason.ROUTED_EXPERTS),  # until vLLM 0.30
@@ -288,9 +297,25 @@ def other_norm(layer: Any) -> None:
     layer.input_layernorm = torch.nn.LayerNorm(1)
 
 
+def prefetched(layer: Any) -> None:
+    """As vLLM's offloaders do it."""
+    layer.forward = layer.forward
+
+
+def hooked_attention(layer: Any) -> None:
+    layer.self_attn.register_forward_pre_hook(lambda *given: None)
+
+
+def hooked_mlp(layer: Any) -> None:
+    layer.mlp.register_forward_hook(lambda *given: None)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (prefetched, Reason.LAYERS),
+        (hooked_attention, Reason.LAYERS),
+        (hooked_mlp, Reason.LAYERS),
         (gelu, Reason.LAYERS),
         (extra, Reason.LAYERS),
         (scaled, Reason.LAYERS),

@@ -43,6 +43,7 @@ def engine_problem(vllm_config: Any, prefix: str, platform: str) -> Finding | No
         (Reason.KV_CONNECTOR, lambda: vllm_config.kv_transfer_config is not None),
         (Reason.PROMPT_EMBEDS, lambda: getattr(model, "enable_prompt_embeds", False)),
         (Reason.SLEEP_MODE, lambda: getattr(model, "enable_sleep_mode", False)),
+        (Reason.OFFLOADING, lambda: _offloads(vllm_config)),
         (Reason.KV_CACHE_DTYPE, lambda: vllm_config.cache_config.cache_dtype not in ("auto", "float16", "bfloat16")),
         (Reason.KV_CACHE_DTYPE, lambda: getattr(vllm_config.cache_config, "calculate_kv_scales", False)),
         (Reason.ROUTED_EXPERTS, lambda: _returns_routed_experts(vllm_config)),
@@ -63,6 +64,9 @@ def model_problem(model: Any, compat: ModuleType) -> Finding | None:
     """
     if not plain_vocabulary(model.embed_tokens):
         return Reason.VOCABULARY, type(model.embed_tokens.quant_method).__name__
+    for name, module in model.named_modules():
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return Reason.LAYERS, f"{name or 'the model'} has a forward or hooks of its own, which the walk may pass by"
     for index, layer in enumerate(model.layers):
         if found := _layer_problem(layer, compat):
             return found[0], f"layer {index}: {found[1]}"
@@ -72,6 +76,12 @@ def model_problem(model: Any, compat: ModuleType) -> Finding | None:
         if layer.kv_sharing_target_layer_name is not None or type(layer).__name__ != "Attention":
             return Reason.LAYERS, f"{layer.layer_name} is {type(layer).__name__}"
     return None
+
+
+def _offloads(vllm_config: Any) -> bool:
+    """Prefetched weights are there within a layer's forward alone. Mapped ones (UVA) would be read once by each half."""
+    config = getattr(vllm_config, "offload_config", None)
+    return config is not None and (config.prefetch.offload_group_size > 0 or config.uva.cpu_offload_gb > 0)
 
 
 def _returns_routed_experts(vllm_config: Any) -> bool:

@@ -21,6 +21,7 @@ class Reason(str, Enum):
     KV_CONNECTOR = "a KV connector's hooks would run twice a layer"
     PROMPT_EMBEDS = "prompts can be embeddings"
     SLEEP_MODE = "sleep mode moves weights and cache away"
+    OFFLOADING = "weights are offloaded to the host's memory"
     SLIDING_WINDOW = "a layer's attention has a sliding window"
     KV_CACHE_DTYPE = "the KV cache is quantised"
     ATTENTION_BACKEND = "the attention backend's metadata cannot be cut"
