@@ -40,7 +40,7 @@ format: .venv-test/.ready
 
 docs: .venv-test/.ready
 	.venv-test/bin/python scripts/draw_weave.py
-	.venv-test/bin/python scripts/readme_tables.py
+	.venv-test/bin/python scripts/measured_tables.py
 	.venv-test/bin/python scripts/planning_tables.py
 	.venv-test/bin/python scripts/simulation_tables.py
 	.venv-test/bin/python scripts/verify_tables.py

@@ -4,7 +4,7 @@
     python scripts/docs_tables.py --check   # exit 1 if one is out of date
 
 A document says where the table NAME goes with two lines, "<!-- table: NAME -->" and "<!-- end of table -->". A result file
-has "tables": {NAME: {...}}, each as scripts/readme_tables.py wants it, and "machine". Of several files with the same table
+has "tables": {NAME: {...}}, each as scripts/measured_tables.py wants it, and "machine". Of several files with the same table
 the last one by name is shown.
 """
 
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from generated import command
-from readme_tables import ROOT, TableError, rendered
+from measured_tables import ROOT, TableError, rendered
 
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOTHING = "No figures have been published here yet."

@@ -318,16 +318,16 @@ def test_what_fails_on_one_rank_is_left_out_on_all_and_said(result):
     assert "differ from float64" in errors["nan", 3]
 
 
-def test_text_table_and_readme_table(result, tmp_path):
-    import readme_tables
+def test_text_and_table(result, tmp_path):
+    import measured_tables
 
     text = report.text(result)
     assert "hidden 64, bfloat16, 2 ranks" in text
     assert "ours 4" in text
     assert "fails at 1, 3, 8, 1, 3, 8" in text
-    assert len(result["readme"]["rows"]) == 6
+    assert len(result["table"]["rows"]) == 6
     (tmp_path / "kernel.json").write_text(json.dumps(result))
-    assert "ours / baseline" in readme_tables.tables(tmp_path)
+    assert "ours / baseline" in measured_tables.tables(tmp_path)
 
 
 def test_plot(result, tmp_path):

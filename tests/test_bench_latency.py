@@ -208,8 +208,8 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tokens, tmp_pa
     assert bool(result["sweep"]) == sweep
     assert result["wrong"] == []
     assert all(entry["tokens"] in tokens for entry in result["sweep"])
-    assert len(result["readme"]["rows"]) == len(tokens)
-    assert all(len(line) == len(result["readme"]["columns"]) for line in result["readme"]["rows"])
+    assert len(result["table"]["rows"]) == len(tokens)
+    assert all(len(line) == len(result["table"]["columns"]) for line in result["table"]["rows"])
     plot_latency(result, tmp_path / "out.svg")
     assert "no_comm / it" in (tmp_path / "out.svg").read_text() or (tmp_path / "out.svg").stat().st_size > 10000
     report = text(result)
@@ -286,7 +286,7 @@ def test_a_result_without_some_modes_still_becomes_a_table():
         },
     }
     finish(result)
-    assert result["readme"]["rows"] == [[64, 1.0, "-", "-"]]
+    assert result["table"]["rows"] == [[64, 1.0, "-", "-"]]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from typing import Any
 import docs_tables
 import draw_kernel
 import draw_weave
+import measured_tables
 import pytest
-import readme_tables
 import simulation_tables
 import torch
 
@@ -78,8 +78,8 @@ def test_the_kernels_picture_is_drawn_from_its_result(tmp_path, monkeypatch):
         assert words in drawn
 
 
-def test_the_readmes_tables_are_the_measured_ones():
-    for path, text in readme_tables.contents().items():
+def test_the_measured_tables_are_those_of_the_files():
+    for path, text in measured_tables.contents().items():
         assert path.read_text("utf-8") == text, "`make docs`"
 
 
@@ -94,25 +94,42 @@ def test_the_readmes_gains_are_of_more_layers_and_the_later_run_and_say_what_ran
         config = {"model": "Llama-3.1-8B", "layers": layers}
         other = {"mode": "fused", "tokens": tokens, "speedup": {"value": 9.0}}
         rows = [auto | {"tokens": tokens}, other]
-        return {"environment": {"date": date}, "config": config, "readme": {}, "rows": rows}
+        return {"environment": {"date": date}, "config": config, "table": {}, "rows": rows}
 
-    with pytest.raises(readme_tables.TableError, match="no h200x2-latency-"):
-        readme_tables.gains(tmp_path)
+    with pytest.raises(measured_tables.TableError, match=r"no h200x2-latency-.* has a table"):
+        measured_tables.gains(tmp_path)
     for name, each in {
         "a": result("2026-02-01", 32, 512, 1.234),
         "b": result("2026-01-01", 32, 512, 1.5),
         "c": result("2026-03-01", 8, 1024, 0.99),
+        "e": result("2026-03-01", 8, 1056, 1.1),
         "d": result("2026-03-01", 8, 512, 1.7),
     }.items():
         (tmp_path / f"h200x2-latency-{name}.json").write_text(json.dumps(each))
-    lines = readme_tables.gains(tmp_path).splitlines()
+    lines = measured_tables.gains(tmp_path).splitlines()
     assert lines[:4] == [
         "| tokens | Llama-3.1-8B |",
         "| ---: | ---: |",
-        "| 512 | woven 1.23, 0.99 |",
-        "| 1024 | woven 0.99, 0.99† |",
+        "| 512 | 1.23 woven |",
+        "| 1024 | 0.99 woven† |",
     ]
+    assert len(lines) == 7, "sizes between powers of two are left out"
     assert lines[-1] == "† Llama-3.1-8B with 8 of 32 layers."
+
+
+def test_the_readmes_collectives_are_by_gpus_and_hidden_size(tmp_path):
+    for name, ranks, cells in (
+        ("h200x2-kernel-a", 2, [[4096, 1, 5.0, "1.02 (1.00-1.04)"], [4096, 2, 5.0, "0.5 (0.4-0.6)"]]),
+        ("h200x4-kernel-a", 4, [[8192, 64, 5.0, "0.90 (0.90-0.90)"]]),
+    ):
+        result = {"rows": [{"ranks": ranks}], "table": {"rows": cells}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    assert measured_tables.collectives(tmp_path).splitlines()[:4] == [
+        "| tokens | 2 GPUs, hidden 4096 | 4 GPUs, hidden 8192 |",
+        "| ---: | ---: | ---: |",
+        "| 1 | 1.02 |  |",
+        "| 64 |  | 0.90 |",
+    ]
 
 
 def test_a_result_becomes_a_table_with_its_machine(tmp_path):
@@ -122,9 +139,9 @@ def test_a_result_becomes_a_table_with_its_machine(tmp_path):
         "rows": [[512, 1.25], [1024, 2.0]],
         "note": "Lower is better.",
     }
-    (tmp_path / "a.json").write_text(json.dumps({"machine": "2 x NVIDIA H200, NVLink", "readme": table}))
+    (tmp_path / "a.json").write_text(json.dumps({"machine": "2 x NVIDIA H200, NVLink", "table": table}))
     (tmp_path / "b.json").write_text(json.dumps({"rounds": []}))
-    assert readme_tables.tables(tmp_path) == (
+    assert measured_tables.tables(tmp_path) == (
         "**Prefill** (2 x NVIDIA H200, NVLink)\n\n| tokens | ms |\n| --- | ---: |\n| 512 | 1.25 |\n| 1024 | 2 |\n\n"
         "Lower is better."
     )
@@ -134,15 +151,15 @@ def test_a_result_becomes_a_table_with_its_machine(tmp_path):
     ("text", "message"),
     [
         ("{", "a.json is not JSON"),
-        ('{"readme": {"title": "x", "columns": ["a"], "rows": [[1]]}}', "needs the machine"),
-        ('{"machine": "m", "readme": {"title": "x", "columns": ["a"]}}', "has no 'rows'"),
-        ('{"machine": "m", "readme": {"title": "x", "columns": ["a"], "rows": [[1, 2]]}}', "2 cells; there are 1"),
+        ('{"table": {"title": "x", "columns": ["a"], "rows": [[1]]}}', "needs the machine"),
+        ('{"machine": "m", "table": {"title": "x", "columns": ["a"]}}', "has no 'rows'"),
+        ('{"machine": "m", "table": {"title": "x", "columns": ["a"], "rows": [[1, 2]]}}', "2 cells; there are 1"),
     ],
 )
 def test_a_result_that_cannot_be_shown_is_named(tmp_path, text, message):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(readme_tables.TableError, match=message):
-        readme_tables.tables(tmp_path)
+    with pytest.raises(measured_tables.TableError, match=message):
+        measured_tables.tables(tmp_path)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -161,7 +178,7 @@ def test_a_table_goes_to_its_place_in_a_document(tmp_path):
         f"<!-- table: two -->\n{docs_tables.NOTHING}\n<!-- end of table -->\n"
     )
     (tmp_path / "a.json").write_text(json.dumps({"tables": {"one": table}}))
-    with pytest.raises(readme_tables.TableError, match="needs the machine"):
+    with pytest.raises(measured_tables.TableError, match="needs the machine"):
         docs_tables.measured(tmp_path)
 
 
@@ -179,9 +196,9 @@ def test_a_simulation_without_its_commands_or_markers_is_an_error(change, messag
         simulation_tables.filled(simulation_tables.DOCUMENT.read_text("utf-8").replace(*change))
 
 
-def test_a_readme_without_markers_is_an_error():
-    with pytest.raises(readme_tables.TableError, match="has no lines"):
-        readme_tables.filled("# TokenWeave\n", "")
+def test_a_document_without_markers_is_an_error():
+    with pytest.raises(measured_tables.TableError, match="there are no lines"):
+        measured_tables.filled("# TokenWeave\n", "gains", "")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

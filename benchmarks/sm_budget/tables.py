@@ -11,7 +11,7 @@ _NOTE = (
 
 
 def tables(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Name -> table, as ``scripts/readme_tables.py`` wants it described."""
+    """Name -> table, as ``scripts/measured_tables.py`` wants it described."""
     found = {
         "sm-budget-ways": _ways(result),
         "sm-budget-fits": _fits(result),

@@ -88,8 +88,9 @@ def finish(result: dict[str, Any]) -> None:
         interval = f"{ours['ratio_to_best_rival']:.2f} ({ours['ratio_low']:.2f}-{ours['ratio_high']:.2f})"
         cells.append([hidden, tokens, ours["us"], short_name(ours), rival["us"], short_name(rival), interval])
     if cells:
-        result["readme"] = {
-            "title": f"Fused all-reduce + residual + RMSNorm, {rows[0]['ranks']} GPUs, {rows[0]['dtype']}",
+        sizes = ", ".join(str(hidden) for hidden in dict.fromkeys(row["hidden"] for row in rows))
+        result["table"] = {
+            "title": f"Fused all-reduce + residual + RMSNorm, {rows[0]['ranks']} GPUs, hidden {sizes}, {rows[0]['dtype']}",
             "columns": [
                 "hidden",
                 "tokens",

@@ -164,7 +164,7 @@ def finish(result: dict[str, Any]) -> None:
         cells.append(line)
     heads = [f"{mode}, ms" for mode in modes]
     heads += [head for mode in ours for head in (f"{mode}: speed-up", f"no_comm / {mode}")]
-    result["readme"] = {
+    result["table"] = {
         "title": f"Prefill step, {settings['model']}, {settings['layers']} layers, {settings['ranks']} GPUs, {settings['dtype']}",
         "columns": ["tokens", *heads],
         "rows": cells,
