@@ -10,7 +10,7 @@ from tokenweave.models.embedding import vocabulary_rows
 
 
 def partial_linear(layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
-    """This rank's partial sums of a ``RowParallelLinear``, without its bias (which the epilogue adds once).
+    """This rank's partial sums of a ``RowParallelLinear``, without the bias that :func:`row_bias` gives.
 
     Args:
         layer: its ``quant_method`` computes, whatever the quantisation.
@@ -20,19 +20,27 @@ def partial_linear(layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
     if writes_in_place(layer):
         torch.mm(x, layer.weight.t(), out=out)
     else:
-        out.copy_(layer.quant_method.apply(layer, x, None))
+        bias = None if _plain(layer) or layer.skip_bias_add or layer.tp_rank else layer.bias  # as the layer's own forward
+        out.copy_(layer.quant_method.apply(layer, x, bias))
 
 
 def writes_in_place(layer: Any) -> bool:
     """Whether the layer's product needs no copy into the workspace: plain weights on a GPU. vLLM's CPU build packs them."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    return isinstance(layer.quant_method, UnquantizedLinearMethod) and layer.weight.is_cuda
+    return _plain(layer) and layer.weight.is_cuda
 
 
 def row_bias(layer: Any) -> torch.Tensor | None:
-    """The bias that a row-parallel layer's reduced sum gets, or None."""
-    return None if layer.bias is None or layer.skip_bias_add else layer.bias.data
+    """The bias that a row-parallel layer's reduced sum still needs, or None.
+
+    A quantised layer's is its kernel's business: some keep it permuted (Marlin) or padded.
+    """
+    return layer.bias.data if _plain(layer) and layer.bias is not None and not layer.skip_bias_add else None
+
+
+def _plain(layer: Any) -> bool:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    return isinstance(layer.quant_method, UnquantizedLinearMethod)
 
 
 def partial_embedding(layer: Any, token_ids: torch.Tensor, out: torch.Tensor) -> None:
