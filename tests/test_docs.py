@@ -1,4 +1,4 @@
-"""What the documents show is what the code says: the picture of the weave, the README's tables, links and commands."""
+"""What the documents show is what the code says: the picture of the weave, the measured tables, links and commands."""
 
 from __future__ import annotations
 

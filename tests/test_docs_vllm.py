@@ -165,6 +165,8 @@ def test_what_the_plugin_loses_in_vllm_is_said():
     )
     assert said in text
     assert f"{took['tokenweave'] - took['default']:.1f} s more than the defaults" in text
+    starts = [engines[name]["start_s"] for name in ("tokenweave", "default")]
+    assert "it was {:.0f} s in place of {:.0f}".format(*starts) in text
     tables = {engine["variables"]["TOKENWEAVE_PROFILE"] for engine in result["engines"]}
     assert tables == {"benchmarks/results/h200x2-tune-llama-3.1-8b.json"}
 

@@ -1,4 +1,4 @@
-"""The kernel benchmark's result as text and as the README's table."""
+"""The kernel benchmark's result as text and as a published table."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def finish(result: dict[str, Any]) -> None:
-    """Adds what the README's tables are made of: the machine as a line, and ours beside the best baseline of every size."""
+    """Adds what published tables are made of: the machine as a line, and ours beside the best baseline of every size."""
     rows = result["rows"]
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""The latency benchmark's result: a row a mode and size, the README's table, and text."""
+"""The latency benchmark's result: a row a mode and size, a table, and text."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def plan_of(values: Mapping[str, Any]) -> Plan:
 
 
 def finish(result: dict[str, Any]) -> None:
-    """Adds the machine as a line, and the README's table: the modes of every size beside each other."""
+    """Adds the machine as a line, and the published table: the modes of every size beside each other."""
     rows = result["rows"]
     if not rows or not result["environment"]:
         return
