@@ -14,6 +14,17 @@ def tiny_model(folder: Path, variant: str = "llama", **more: Any) -> Path:
     return make_checkpoint(folder, variant, **{"head_dim": 32, **more})
 
 
+def unknown_model(folder: Path) -> Path:
+    """Saves a random model of an architecture that the plugin does not know."""
+    import transformers
+
+    from checkpoints import SIZES
+
+    config = transformers.GemmaConfig(**{**SIZES, "head_dim": 32, "num_attention_heads": 4})
+    transformers.GemmaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def smollm2_model(gguf: Path, folder: Path) -> Any:
     """Saves SmolLM2-135M of a GGUF file in ``folder`` for vLLM at TP 2, and gives it as transformers has it, in fp32.
 

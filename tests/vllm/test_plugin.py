@@ -303,6 +303,15 @@ def test_one_rank_runs_stock_and_says_so(folders: dict[str, Path]) -> None:
     assert "stock vLLM runs (one_rank)" in found.log
 
 
+def test_another_architecture_runs_stock_and_says_so(tmp_path: Path) -> None:
+    model = saved_models.unknown_model(tmp_path)
+    scenarios = {"class": harness.Scenario(class_of)}
+    found = harness.run(model, scenarios, engine=ENGINE, env={"TOKENWEAVE": "force"})
+    assert found["class"].startswith("vllm.model_executor.models.gemma:")
+    (line,) = [line for line in found.log.splitlines() if "stock vLLM runs" in line]
+    assert "GemmaForCausalLM is none of LlamaForCausalLM, " in line
+
+
 STORY = (
     "Once upon a time there was a small village at the edge of a large forest. The people of the village were kind, and "
     "they worked hard. Every morning the baker lit the oven before the sun came up, and every evening the children ran "

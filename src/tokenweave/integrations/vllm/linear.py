@@ -20,8 +20,8 @@ def partial_linear(layer: Any, x: torch.Tensor, out: torch.Tensor) -> None:
     if writes_in_place(layer):
         torch.mm(x, layer.weight.t(), out=out)
     else:
-        bias = None if _plain(layer) or layer.skip_bias_add or layer.tp_rank else layer.bias  # as the layer's own forward
-        out.copy_(layer.quant_method.apply(layer, x, bias))
+        with_bias = not _plain(layer) and not layer.skip_bias_add and layer.tp_rank == 0  # as the layer's own forward
+        out.copy_(layer.quant_method.apply(layer, x, layer.bias if with_bias else None))
 
 
 def writes_in_place(layer: Any) -> bool:
