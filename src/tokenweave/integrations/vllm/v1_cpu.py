@@ -71,6 +71,10 @@ def _note(requests: Requests, scheduled: Any) -> None:
         requests.remove(name)
     for new in scheduled.scheduled_new_reqs:
         requests.add(new.req_id, new.prompt_token_ids or [], new.num_computed_tokens)
+    cached = scheduled.scheduled_cached_reqs
+    for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        if name in cached.resumed_req_ids:  # after a preemption, with what the prefix cache holds by now
+            requests.add(name, cached.all_token_ids[name], computed)
 
 
 def _rows(runner: Any) -> list[Rows]:
