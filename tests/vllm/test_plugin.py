@@ -93,6 +93,37 @@ def same_step_hit(llm: Any, veto: bool) -> dict[str, Any]:
     return found
 
 
+def resumed_hit(llm: Any) -> dict[str, Any]:
+    """As above; B was preempted before A came, and resumes."""
+    from vllm import SamplingParams
+
+    runtime, engine = harness.model_of(llm).tokenweave, llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    b = [3 + (7 * i) % 150 for i in range(220)]
+    a = b[:200] + [8] * 20
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        runtime.use(mode)
+        llm.reset_prefix_cache()
+        tokens: dict[str, Any] = {}
+        many = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=1)
+        _add(engine, "b", b, many)
+        while not tokens.get("b"):
+            _step(engine, tokens)
+        llm.reset_prefix_cache(reset_running_requests=True)
+        (preempted,) = scheduler.requests.values()
+        scheduler.waiting.remove_requests([preempted])
+        _add(engine, "x", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1, detokenize=False))
+        _add(engine, "a", a, many)
+        _step(engine, tokens)  # all of X, the first chunk of A
+        scheduler.waiting.add_request(preempted)
+        while engine.has_unfinished_requests():
+            _step(engine, tokens)
+        found[mode] = tokens
+    found["vetoes"] = {str(reason): count for reason, count in runtime.steps.reasons.items()}.get("prefix_hazard", 0)
+    return found
+
+
 def _add(engine: Any, name: str, prompt: list[int], sampling: Any) -> None:
     engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
@@ -102,8 +133,7 @@ def _step(engine: Any, tokens: dict[str, Any]) -> None:
         answer = output.outputs[0]
         tokens[output.request_id] = list(answer.token_ids)
         if answer.logprobs:
-            first = answer.logprobs[0]
-            tokens[output.request_id + " logprob"] = next(iter(first.values())).logprob
+            tokens[output.request_id + " logprobs"] = [next(iter(of.values())).logprob for of in answer.logprobs]
 
 
 def failing_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
@@ -207,6 +237,7 @@ def on(folders: dict[str, Path]) -> harness.Run:
         "padded": harness.Scenario(padded, ARGUMENTS),
         "aborted": harness.Scenario(aborted, ARGUMENTS),
         "hit": harness.Scenario(same_step_hit, {"veto": True}),
+        "resumed hit": harness.Scenario(resumed_hit),
         "hit without veto": harness.Scenario(same_step_hit, {"veto": False}),
         "failing": harness.Scenario(failing_step, ARGUMENTS),
     }
@@ -254,13 +285,22 @@ def test_a_hit_on_blocks_of_the_same_step_is_not_cut(on: harness.Run) -> None:
     for mode in ("fused", "woven"):
         assert found[mode]["a"] == found["sequential"]["a"]
         assert found[mode]["b"] == found["sequential"]["b"]
-        assert found[mode]["b logprob"] == pytest.approx(found["sequential"]["b logprob"], abs=1e-4)
+        assert found[mode]["b logprobs"] == pytest.approx(found["sequential"]["b logprobs"], abs=1e-4)
+
+
+def test_a_resumed_requests_hit_on_blocks_of_the_same_step_is_not_cut(on: harness.Run) -> None:
+    found = on["resumed hit"]
+    assert found["vetoes"] == on["hit"]["vetoes"] + 1, "counted since the engine's start"
+    for mode in ("fused", "woven"):
+        assert found[mode]["a"] == found["sequential"]["a"]
+        assert found[mode]["b"] == found["sequential"]["b"]
+        assert found[mode]["b logprobs"] == pytest.approx(found["sequential"]["b logprobs"], abs=1e-4)
 
 
 def test_without_the_veto_that_hit_reads_what_is_not_written(on: harness.Run) -> None:
     found = on["hit without veto"]
-    assert found["fused"]["b logprob"] == pytest.approx(found["sequential"]["b logprob"], abs=1e-4)
-    assert abs(found["woven"]["b logprob"] - found["sequential"]["b logprob"]) > 1e-3
+    assert found["fused"]["b logprobs"] == pytest.approx(found["sequential"]["b logprobs"], abs=1e-4)
+    assert abs(found["woven"]["b logprobs"][0] - found["sequential"]["b logprobs"][0]) > 1e-3
 
 
 def test_an_error_leaves_a_stock_engine(off: harness.Run, on: harness.Run) -> None:
