@@ -14,6 +14,39 @@ def tiny_model(folder: Path, variant: str = "llama", **more: Any) -> Path:
     return make_checkpoint(folder, variant, **{"head_dim": 32, **more})
 
 
+def int8_model(folder: Path, variant: str = "llama-bias") -> Path:
+    """Saves :func:`tiny_model` with linear layers of int8 weights, whose inputs vLLM quantises row by row (compressed-tensors)."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    tiny_model(folder, variant, num_attention_heads=4)
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        scale = stored[name].abs().amax(dim=1, keepdim=True) / 127
+        stored[name + "_scale"] = scale
+        stored[name] = (stored[name] / scale).round().char()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    common = {"num_bits": 8, "type": "int"}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "linear": {
+                "targets": ["Linear"],
+                "weights": {**common, "symmetric": True, "strategy": "channel", "dynamic": False},
+                # Not symmetric: vLLM's kernel for that takes fp32 on any CPU.
+                "input_activations": {**common, "symmetric": False, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def unknown_model(folder: Path) -> Path:
     """Saves a random model of an architecture that the plugin does not know."""
     import transformers

@@ -318,6 +318,16 @@ def test_families(folders: dict[str, Path], family: str) -> None:
         assert rank["steps"]["woven"] > 5
 
 
+def test_quantised_layers(tmp_path: Path) -> None:
+    model = saved_models.int8_model(tmp_path)
+    scenarios = {"modes": harness.Scenario(in_modes, ARGUMENTS), "padded": harness.Scenario(padded, ARGUMENTS)}
+    found = harness.run(model, scenarios, engine=ENGINE, env={"TOKENWEAVE": "force"})
+    for rank in [*found.ranks("modes"), *found.ranks("padded")]:
+        assert rank["sequential"] == rank["fused"] == rank["woven"] == rank["woven again"]
+        assert rank["steps"]["woven"] > 5
+        assert rank.get("off", "None") == "None"
+
+
 def test_switched_on_where_it_was_never_measured_it_stays_off_and_says_so(folders: dict[str, Path]) -> None:
     found = harness.run(folders["llama"], {"class": harness.Scenario(class_of)}, engine=ENGINE, env={"TOKENWEAVE": "1"})
     assert found["class"].startswith("vllm.")
