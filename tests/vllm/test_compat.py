@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from graph_stand_ins import Buffers, make_runtime, run
 
 pytest.importorskip("vllm")
 
@@ -71,6 +73,27 @@ def test_steps_metadata_differ_only_in_what_a_cut_replaces(compat: ModuleType) -
     assert {"num_actual_tokens", "max_query_len", "seq_lens", "slot_mapping"} <= different, "the steps differ"
     for field in dataclasses.fields(FlashAttentionMetadata):
         assert same(getattr(pattern, field.name), getattr(other, field.name)), field.name
+
+
+def test_which_metadata_can_be_cut(compat: ModuleType) -> None:
+    step: Any = metadata([0, 20, 50], [20, 40])
+    assert compat.metadata_problem(step, None) is None
+    step.use_cascade = True  # a field of the older versions
+    assert compat.metadata_problem(step, None) == "cascade attention"
+    assert "SimpleNamespace, and FlashAttention's is needed" in compat.metadata_problem(SimpleNamespace(), None)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_metadata_that_cannot_be_cut_turns_the_engine_off(compat: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm").propagate = True
+    runtime, buffers = make_runtime(), Buffers()
+    runtime.compat.metadata_problem = compat.metadata_problem  # the stand-in's metadata is no backend's
+    for _ in range(2):
+        assert run(runtime, buffers, [1024]) is None
+    assert runtime.off is Reason.ATTENTION_BACKEND
+    assert runtime.steps.reasons[Reason.ATTENTION_BACKEND] > 0
+    assert caplog.text.count("stock vLLM runs (attention_backend)") == 1
+    assert "it is object, and FlashAttention's is needed" in caplog.text
 
 
 @pytest.mark.parametrize(

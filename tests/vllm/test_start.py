@@ -1,0 +1,101 @@
+"""Reasons to stay away that are found while the plugin is set up. vLLM, the buffers and the GPUs are stood in for."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.distributed import parallel_state
+
+from tokenweave.errors import TokenWeaveError
+from tokenweave.integrations.vllm import start as module
+from tokenweave.integrations.vllm.reasons import Reason
+from tokenweave.integrations.vllm.start import start
+from tokenweave.integrations.vllm.switch import Verdict
+from vllm import platforms
+
+
+class Sink:
+    """Keeps what the metric of the engine's state says."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, int] = {}
+
+    def set(self, metric: Any, value: str, number: int) -> None:
+        self.state[value] = number
+
+
+class Setup:
+    """One rank of an engine on GPUs that nothing speaks against so far."""
+
+    transport, slower, error = "p2p", None, None  # what will be found
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.closed = 0
+        self.sink = Sink()
+
+        def runtime(*given: Any) -> Any:
+            if self.error is not None:
+                raise self.error
+            return SimpleNamespace(
+                workspace=SimpleNamespace(transport=self.transport, reason="no peer access"),
+                choice=SimpleNamespace(mode=None),
+                max_rows=2048,
+                close=self.close,
+            )
+
+        group = SimpleNamespace(rank_in_group=0, device_group=None, cpu_group=None, world_size=1)
+        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+        monkeypatch.setattr(platforms.current_platform, "is_cuda", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(module.switch, "current", lambda: Verdict("v0_30", ""))
+        monkeypatch.setattr(module.switch, "compat", lambda name: None)
+        monkeypatch.setattr(module.prometheus, "sink", lambda config: self.sink)
+        monkeypatch.setattr(module, "engine_problem", lambda *given: None)
+        monkeypatch.setattr(module, "model_problem", lambda *given: None)
+        monkeypatch.setattr(module, "model_numbers", lambda *given: None)
+        monkeypatch.setattr(module, "slower_collective", lambda runtime: self.slower)
+        monkeypatch.setattr(module, "Runtime", runtime)
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def start(self) -> Any:
+        config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=None, dtype=torch.bfloat16))
+        return start(SimpleNamespace(model=None), config, "")
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
+    return Setup(monkeypatch)
+
+
+def test_an_engine_that_nothing_speaks_against_is_on(setup: Setup) -> None:
+    assert setup.start() is not None
+    assert (setup.sink.state, setup.closed) == ({"on": 1}, 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason", "says", "closed"),
+    [
+        ({"error": TokenWeaveError("rank 1 has no memory left")}, Reason.SETUP, "rank 1 has no memory left", 0),
+        ({"error": ValueError("whatever")}, Reason.ERROR, "whatever", 0),
+        ({"transport": "torch"}, Reason.TRANSPORT, "no peer access", 1),
+        ({"slower": "2.1 times as slow"}, Reason.SLOWER_COLLECTIVE, "2.1 times as slow", 1),
+    ],
+)
+def test_what_is_found_during_the_set_up_leaves_stock_vllm(
+    found: dict[str, Any], reason: Reason, says: str, closed: int, setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    vars(setup).update(found)
+    assert setup.start() is None
+    assert f"stock vLLM runs ({reason}): {reason.value}: {says}" in caplog.text
+    assert setup.sink.state == {str(reason): 1}
+    assert setup.closed == closed, "buffers that were made are given back"
