@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from graph_stand_ins import (
+    MAX_ROWS,
     Buffers,
     make_runtime,
     planner,
@@ -14,7 +16,9 @@ from graph_stand_ins import (
     small_runtime,
 )
 
+from tokenweave.errors import CollectiveError
 from tokenweave.integrations.vllm import graphs as module
+from tokenweave.integrations.vllm import runtime as runtime_module
 from tokenweave.integrations.vllm.choice import Choice
 from tokenweave.integrations.vllm.decide import plan_of
 from tokenweave.integrations.vllm.measured import Measured
@@ -164,6 +168,34 @@ def test_a_graph_that_one_rank_cannot_make_is_no_ranks(monkeypatch: pytest.Monke
     monkeypatch.setattr(runtime.graphs, "capture", capture)
     assert run(runtime, buffers, [1000]) is None
     assert (said, runtime.off) == ([True], Reason.ERROR)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_collective_that_failed_ends_the_engine(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens were sampled, and its keys and values may be in the prefix cache."""
+    runtime, buffers, failed = make_runtime(Mode.FUSED), Buffers(), []
+
+    def check(workspace: Any) -> None:
+        if failed:
+            raise CollectiveError("collective failed: rank 1 waited")
+
+    monkeypatch.setattr(runtime_module, "check", check)
+    assert run(runtime, buffers, [1000]) is not None
+    if when == "before":
+        failed.append(True)
+    else:
+        monkeypatch.setattr(runtime.graphs, "run", lambda *given: failed.append(True) or check(None))
+    with pytest.raises(CollectiveError, match="rank 1 waited"):
+        run(runtime, buffers, [1000])
+
+
+def test_a_plugin_that_is_off_keeps_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    run(runtime, buffers, [1000])
+    runtime.residual = torch.zeros(MAX_ROWS, 4)
+    assert len(runtime.graphs) == 1
+    runtime.turn_off(Reason.ERROR)
+    assert (len(runtime.graphs), runtime.residual.numel()) == (0, 0)
 
 
 @pytest.mark.parametrize("why", ["walk", "off", "embeds"])

@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
+from tokenweave.errors import CollectiveError
 from tokenweave.integrations.vllm import state as module
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
@@ -75,6 +76,7 @@ class State:
             ),
             requests=SimpleNamespace(known=lambda name: not name.startswith("dummy"), planned=lambda step: None),
             prepare=prepare,
+            expect_intact=lambda: self.intact(),
         )
         module.state_class.cache_clear()
         self.state = object.__new__(module.state_class(True))
@@ -86,6 +88,9 @@ class State:
         )
         self.state.model_config = SimpleNamespace(max_model_len=1500)
         self.state.max_num_reqs, self.state.device = REQUESTS, torch.device("cpu")
+
+    def intact(self) -> None:
+        """What is asked before every step; a test may replace it."""
 
     def step(self, mode: Any, name: str = "request", *, for_capture: bool = False, padded: int = 100) -> Any:
         batch = Batch(
@@ -122,6 +127,22 @@ def test_whole_graphs_and_dummies_are_not(monkeypatch: pytest.MonkeyPatch) -> No
     assert not isinstance(state.step(CUDAGraphMode.FULL), Planned)
     assert not isinstance(state.step(CUDAGraphMode.NONE, "dummy"), Planned)
     assert state.runtime.steps.reasons == {Reason.WHOLE_GRAPH: 1, Reason.DUMMY: 1}
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.NONE])
+def test_no_step_follows_a_collective_that_failed(monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
+    """Also none of vLLM's: the cache holds what the failed step left there. A plugin that is off has no say any more."""
+    state = State(monkeypatch)
+    state.step(CUDAGraphMode.NONE)
+
+    def failed() -> None:
+        raise CollectiveError("collective failed")
+
+    state.intact = failed  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError, match="collective failed"):
+        state.step(mode)
+    state.runtime.off = Reason.ERROR
+    assert not isinstance(state.step(mode), Planned)
 
 
 def test_the_first_step_of_the_engine_itself_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:

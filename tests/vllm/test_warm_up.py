@@ -332,6 +332,17 @@ def test_an_error_at_the_start_leaves_stock_on_all_ranks() -> None:
     assert len(runtime.graphs) == 0
 
 
+def test_an_error_between_what_ranks_do_together_leaves_stock(clock: dict[Mode, float]) -> None:
+    runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
+
+    def broken(true: bool) -> bool:
+        raise RuntimeError("the ranks do not reach each other")
+
+    runtime.anywhere = broken
+    warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
+    assert (runtime.off, len(runtime.graphs)) == (Reason.ERROR, 0)
+
+
 def test_an_error_on_another_rank_leaves_stock_too(clock: dict[Mode, float]) -> None:
     runtime, buffers = make_runtime(Mode.WOVEN), Buffers()
     runtime.anywhere = lambda true: True

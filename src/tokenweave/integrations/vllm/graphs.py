@@ -159,7 +159,9 @@ class Graphs:
         if found.graph is None:
             metadata = tables.metadata
             found.cut = dataclasses.replace(found.cut, tables=dataclasses.replace(found.cut.tables, metadata=metadata))
-            if found.loaded:  # here something moved: other ranks may not capture now
+            if (
+                found.loaded
+            ):  # here something moved: other ranks may not capture now. If it fails, they wait, give up, and end
                 self.capture(found)
             else:
                 self._capture_together(found)

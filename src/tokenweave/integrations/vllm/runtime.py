@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import beside
+from tokenweave.errors import CollectiveError
 from tokenweave.execution import check, collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import EAGER_ROWS, Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
@@ -34,6 +36,19 @@ from tokenweave.tuning import agreed_profile
 from tokenweave.weave import run_stages
 
 log = logging.getLogger("vllm.tokenweave")
+
+
+def anywhere(true: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether it is true on any rank of the group; every rank asks."""
+    found = torch.tensor([true], dtype=torch.int32, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return bool(found)
+
+
+def close(overlap: Overlap, workspace: Workspace) -> None:
+    """Gives a runtime's buffers back, its thread and its group."""
+    overlap.close()
+    workspace.close()
 
 
 class Runtime:
@@ -78,6 +93,7 @@ class Runtime:
         self.off: Reason | None = None
         self.steps = steps
         self.requests = Requests()
+        mode = asked_mode()
         self.workspace = Workspace(
             group,
             max_tokens=self.max_rows,
@@ -88,17 +104,26 @@ class Runtime:
             regions=1,
             staging=False,
         )
-        self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=dtype, device=device)
-        gpu = "cpu" if device.type == "cpu" else None
-        mode, plain = asked_mode(), vllm_config.quant_config is None
-        machine = machine_of(gpu, self.workspace.world_size, self.workspace.transport)
-        profile = agreed_profile(numbers, machine, group, own_attention=False)
-        planner = Planner(numbers, mode=mode or "auto", costs=profile or machine)
-        self.choice = Choice(planner, mode, plain=plain)
-        self.graphs = Graphs(self, self._least_rows()) if device.type == "cuda" and self._may_capture() else None
-        self._overlap: Overlap = CudaStream(device) if device.type == "cuda" else CpuThread()
-        self.ways = Ways(numbers.layers, alike=self.dense)
+        try:
+            self._set_up(numbers, mode, group)
+        except BaseException:
+            self.workspace.close()
+            raise
         self.warmed_up = False
+
+    def _set_up(self, numbers: ModelConfig, mode: Mode | None, group: dist.ProcessGroup) -> None:
+        """What every rank does first, then what may fail on one alone."""
+        machine = machine_of(
+            "cpu" if self.device.type == "cpu" else None, self.workspace.world_size, self.workspace.transport
+        )
+        profile = agreed_profile(numbers, machine, group, own_attention=False)
+        self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=self.workspace.dtype, device=self.device)
+        planner = Planner(numbers, mode=mode or "auto", costs=profile or machine)
+        self.choice = Choice(planner, mode, plain=self.vllm_config.quant_config is None)
+        on_gpu = self.device.type == "cuda"
+        self.graphs = Graphs(self, self._least_rows()) if on_gpu and self._may_capture() else None
+        self.ways = Ways(numbers.layers, alike=self.dense)
+        self._overlap: Overlap = CudaStream(self.device) if on_gpu else CpuThread()
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
@@ -132,11 +157,35 @@ class Runtime:
         )
 
     def turn_off(self, reason: Reason, detail: str = "") -> None:
-        """All further steps run as stock; said once."""
-        if self.off is None:
-            self.off = reason
-            self.steps.say(reason, detail, warn=True)
-            self.steps.engine(reason)
+        """All further steps run as stock; said once. What their memory was is given back, but for the workspace: peers may read it."""
+        if self.off is not None:
+            return
+        self.off = reason
+        self.steps.say(reason, detail, warn=True)
+        self.steps.engine(reason)
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if self.graphs is not None:
+                self.graphs.drop()
+            self.residual = torch.empty(0)
+        except Exception:  # a GPU that has failed: stock's next step will say so
+            log.debug("TokenWeave: memory could not be given back", exc_info=True)
+
+    def expect_intact(self) -> None:
+        """To be asked before every step.
+
+        Raises:
+            CollectiveError: an earlier step's collective has failed. Tokens were sampled from what it left, and its keys and values
+                are in the cache, so that stock could not go on from there either: the engine has to end.
+        """
+        try:
+            check(self.workspace)
+        except CollectiveError:
+            log.error(
+                "TokenWeave: a step's collective failed, and its tokens and cache are not to be used: the engine ends; start it anew"
+            )
+            raise
 
     def use(self, mode: Mode | str | None) -> None:
         """Sets the mode of all further steps, on every rank at the same step: ``"auto"``, a mode, or None for auto."""
@@ -178,8 +227,8 @@ class Runtime:
         if inputs_embeds is not None:
             self.steps.count(Reason.INPUT_EMBEDS)
             return False
+        self.expect_intact()
         try:
-            check(self.workspace)
             if step.graph is None or self.graphs is None:
                 self.walk(step.cut)
             else:
@@ -187,6 +236,7 @@ class Runtime:
         except Exception as error:  # whatever it is: keys and values are written again, and vLLM goes on
             log.exception("TokenWeave: a step failed")
             self.turn_off(Reason.ERROR, str(error))
+            self.expect_intact()  # what failed may have been a collective, also one of an earlier step
             return False
         self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=step.graph is not None)
         return True
@@ -212,14 +262,15 @@ class Runtime:
 
     def anywhere(self, true: bool) -> bool:
         """Whether it is true on any rank; every rank asks."""
-        anywhere = torch.tensor([true], dtype=torch.int32, device=self.device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.workspace.group)
-        return bool(anywhere)
+        return anywhere(true, self.workspace.group, self.device)
 
     def close(self) -> None:
         """Gives the buffers back."""
-        self._overlap.close()
-        self.workspace.close()
+        close(self._overlap, self.workspace)
+
+    def close_with(self, owner: object) -> None:
+        """Closes when ``owner`` is gone; not as the program exits, when all memory goes."""
+        weakref.finalize(owner, close, self._overlap, self.workspace).atexit = False
 
     def _split(
         self,

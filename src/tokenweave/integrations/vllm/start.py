@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from tokenweave.errors import TokenWeaveError
 from tokenweave.integrations.vllm import prometheus, switch
@@ -17,9 +19,10 @@ from tokenweave.integrations.vllm.first_use import slower_collective
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.numbers import model_numbers
 from tokenweave.integrations.vllm.reasons import Reason
-from tokenweave.integrations.vllm.runtime import Runtime
+from tokenweave.integrations.vllm.runtime import Runtime, anywhere
 
 log = logging.getLogger("vllm.tokenweave")
+T = TypeVar("T")
 
 
 def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
@@ -48,24 +51,23 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
         return None
     began = time.perf_counter()
     device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    config, runtime = vllm_config.model_config, None
-    try:
-        with _plain_defaults():
-            numbers = model_numbers(config.hf_text_config, type(model).__name__)
-            group_of, dtype = group.device_group, config.dtype
-            runtime = Runtime(model.model, numbers, vllm_config, compat, group_of, device, dtype, steps)
-            found = _collective_problem(runtime) if platform == "cuda" else None
-    except TokenWeaveError as error:  # the workspace's own errors are agreed on by all ranks
-        found = Reason.SETUP, str(error)
-    except Exception as error:
-        log.exception("TokenWeave: it could not be set up")
-        found = Reason.ERROR, str(error)
+    config, ranks = vllm_config.model_config, (group.device_group, device)
+    runtime = None
+    with _plain_defaults():
+        numbers, found = _on_all(lambda: model_numbers(config.hf_text_config, type(model).__name__), *ranks)
+        if numbers is not None and found is None:
+            made = functools.partial(Runtime, model.model, numbers, vllm_config, compat, *ranks, config.dtype, steps)
+            runtime, found = _on_all(made, *ranks)
+        if runtime is not None and found is None and platform == "cuda":
+            problem, found = _on_all(functools.partial(_collective_problem, runtime), *ranks)
+            found = found or problem
     if found is not None or runtime is None:
         if found is not None:
             _stay_off(steps, *found)
         if runtime is not None:
             runtime.close()
         return None
+    runtime.close_with(model)
     steps.engine(None)
     if platform == "cpu":
         from tokenweave.integrations.vllm import v1_cpu
@@ -81,6 +83,23 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
             time.perf_counter() - began,
         )
     return runtime
+
+
+def _on_all(call: Callable[[], T], group: dist.ProcessGroup, device: torch.device) -> tuple[T | None, Finding | None]:
+    """(what a call gives that all ranks make, None), or with why not, on every rank, if it failed on any: one that runs as stock
+    while others wait for it would hang them all."""
+    result, found = None, None
+    try:
+        result = call()
+    except TokenWeaveError as error:
+        log.info("TokenWeave: it could not be set up on this rank: %s", error)
+        found = Reason.SETUP, str(error)
+    except Exception as error:
+        log.exception("TokenWeave: it could not be set up on this rank")
+        found = Reason.ERROR, str(error)
+    if not anywhere(found is not None, group, device):
+        return result, None
+    return result, found or (Reason.SETUP, "another rank could not; its log says why")
 
 
 def _stay_off(steps: Steps, reason: Reason, detail: str) -> None:

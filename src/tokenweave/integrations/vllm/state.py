@@ -62,6 +62,7 @@ def state_class(on: bool) -> type:
             stock, runtime = functools.cache(build), self._runtime
             if runtime.off is not None or for_capture:
                 return stock()
+            runtime.expect_intact()
             whole = cudagraph_mode == CUDAGraphMode.FULL
             first = runtime.compat.WARMS_UP_AFTER_CAPTURE and not runtime.warmed_up
             if not any(map(runtime.requests.known, input_batch.req_ids[:1])):  # then none is

@@ -30,10 +30,18 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
     Args:
         stock: rows -> vLLM's own step of as many, on the same buffers.
     """
-    graphs, trials, choice = runtime.graphs, runtime.trials, runtime.choice
     if runtime.warmed_up or runtime.off is not None:
         return
     runtime.warmed_up = True
+    try:
+        _measure_and_capture(runtime, tables, stock)
+    except Exception as error:  # between what ranks do together: vLLM goes on
+        log.exception("TokenWeave: the engine's steps could not be measured")
+        runtime.turn_off(Reason.ERROR, str(error))
+
+
+def _measure_and_capture(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> None:
+    graphs, trials, choice = runtime.graphs, runtime.trials, runtime.choice
     if graphs is None or trials is None:
         return
     runtime.anywhere(False)  # all are here: a rank may capture for longer than our kernels wait for a peer
@@ -96,7 +104,5 @@ def _together(runtime: Runtime, call: Callable[[], T]) -> T | None:
         failed = error
     if not runtime.anywhere(failed is not None):
         return result
-    if runtime.graphs is not None:
-        runtime.graphs.drop()
     runtime.turn_off(Reason.ERROR, str(failed or "on another rank"))
     return None
