@@ -76,7 +76,13 @@ def collectives(folder: Path) -> str:
         for hidden, tokens, *_, ratio in result["table"]["rows"]:
             if tokens in (1, 16, 64, 256, 1024, 4096, 16384):
                 cells[tokens, f"{result['rows'][0]['ranks']} GPUs, hidden {hidden}"] = ratio.split()[0]
-    return "\n".join([*_crossed(cells), "", "Its time over that of the best baseline, a fused add-RMSNorm included."])
+    return "\n".join(
+        [
+            *_crossed(cells),
+            "",
+            "The time of the best of our kernels and numbers of blocks over that of the best baseline, a fused add-RMSNorm included.",
+        ]
+    )
 
 
 def inside_vllm(folder: Path) -> str:
@@ -86,7 +92,7 @@ def inside_vllm(folder: Path) -> str:
         TableError: there is no such file.
     """
     (result,) = _shown(folder, VLLM)
-    lines = [_row(["", "times its best", "times its defaults"]), _row(["---", "---:", "---:"])]
+    lines = [_row(["", "over its best", "over its defaults"]), _row(["---", "---:", "---:"])]
     for what, *_, over_defaults, over_best in result["table"]["rows"]:
         lines.append(_row([what, *(ratio.split(" ")[0] for ratio in (over_best, over_defaults))]))
     return "\n".join([*lines, "", "How many times as fast with the plugin; of traces, in requests/s."])
@@ -126,7 +132,8 @@ def _table(path: Path) -> str:
     table = result.get("table") if isinstance(result, dict) else None
     if table is None:
         return ""
-    return rendered(table, result.get("machine"), path.name, "table")
+    found = rendered(table, result.get("machine"), path.name, "table")
+    return f"{found}\n\n[{path.name}](../benchmarks/results/{path.name})"
 
 
 def rendered(table: dict[str, Any], machine: object, file: str, key: str) -> str:

@@ -136,3 +136,19 @@ def test_predict_says_what_no_comm_leaves_out(capsys: pytest.CaptureFixture[str]
     assert "can be faster" in note
     assert main([*words, "1"]) == 0
     assert "normalises" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "note"),
+    [
+        ("Llama-3.1-8B", "h200", ""),
+        ("Llama-3.1-8B", "h100", "whole steps were measured on 2 h200 over p2p, not yet on 2 h100"),
+        ("Mixtral-8x7B", "h200", "steps of a mixture of experts took a third longer"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "predict"])
+def test_what_was_not_measured_or_took_longer_is_said(command, model, gpu, note, capsys):
+    assert main([command, "--model", model, "--gpu", gpu, "--tp", "2", "--tokens", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert note in out
+    assert ("`tokenweave tune` measures a machine" in out) is bool(note)

@@ -143,7 +143,7 @@ def test_a_result_becomes_a_table_with_its_machine(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps({"rounds": []}))
     assert measured_tables.tables(tmp_path) == (
         "**Prefill** (2 x NVIDIA H200, NVLink)\n\n| tokens | ms |\n| --- | ---: |\n| 512 | 1.25 |\n| 1024 | 2 |\n\n"
-        "Lower is better."
+        "Lower is better.\n\n[a.json](../benchmarks/results/a.json)"
     )
 
 

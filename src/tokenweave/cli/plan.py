@@ -41,12 +41,13 @@ def run(args: argparse.Namespace) -> int:
         objects = [explanation.as_json(full=args.explain) for explanation in explained]
         print(json.dumps(objects if len(objects) > 1 else objects[0], indent=2))
         return 0
-    print(f"{args.model}, tp {args.tp} on {planner.model.gpu.name}, transport {planner.model.transport}")
+    model = planner.model
+    print(f"{args.model}, tp {args.tp} on {model.gpu.name}, transport {model.transport}, {model.costs.runtime.name}")
     if args.gpu is None and planner.model.gpu.arch == "cpu":
         print("note: no GPU here, so this is for this machine's CPU; name a GPU with --gpu (h200)")
     if args.gpu is not None and os.environ.get(VARIABLE, "off").casefold() not in ("", "off"):
         print(f"note: {VARIABLE} is not used: --gpu asks for the data sheet; leave it out for a table of this machine")
-    if (note := caveat(planner.model.costs)) is not None:
+    if (note := caveat(planner.model.costs, planner.model.config)) is not None:
         print(f"note: {note}")
     for explanation in explained:
         print("\n" + text(explanation, full=args.explain))

@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if max(steps) > MOST_TOKENS:
         raise RequestError(f"--tokens {max(steps)}; expected at most {MOST_TOKENS}: no GPU holds more at once")
     machine = machine_of(args.gpu, args.tp, args.transport, RUNTIMES[args.launch])
-    predictor = Predictor(read_config(args.model), machine)
+    config = read_config(args.model)
+    predictor = Predictor(config, machine)
     rows = [predictor.step([(tokens, args.context)]) for tokens in steps]
     if args.json:
         print(json.dumps(as_json(args.model, machine.gpu.name, machine.tp, machine.transport, rows), indent=2))
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"woven is the fastest at {', '.join(map(str, tokens))} tokens, but not chosen: {reason}")
     if machine.tp > 1:
         print(NO_COMM_NOTE)
-    if (note := caveat(machine)) is not None:
+    if (note := caveat(machine, config)) is not None:
         print(note)
     return 0
 

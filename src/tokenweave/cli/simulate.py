@@ -131,9 +131,9 @@ def run(args: argparse.Namespace) -> int:
         "ttft_target_ms": args.ttft_target,
         "tpot_target_ms": args.tpot_target,
     }
-    print(header(about), flush=True)
-    if (note := caveat(costs)) is not None:
+    if (note := caveat(costs, config)) is not None:
         print(note, flush=True)
+    print(header(about), flush=True)
     runs: list[Run] = []
     for replicas in fleets:
         for rate in rates:

@@ -12,6 +12,7 @@ import numpy as np
 
 from tokenweave.collective.arguments import MAX_RANKS
 from tokenweave.errors import RequestError
+from tokenweave.models.config import ModelConfig
 from tokenweave.planning import comm, gemms
 from tokenweave.planning.hardware import HBM_SHARE, Gpu, gpu_by_name, local_gpu
 from tokenweave.planning.plan import Scheme, told_schemes
@@ -216,10 +217,16 @@ def machine_of(gpu: Gpu | str | None, tp: int = 1, transport: str | None = None,
     return Machine(known, tp, transport, runtime)
 
 
-def caveat(costs: Costs) -> str | None:
-    """What to know of the figures for a machine, several GPUs of which nobody has timed whole steps on yet; None for others."""
+def caveat(costs: Costs, config: ModelConfig) -> str | None:
+    """What to know of the figures for a model and a machine, where nobody has timed whole steps on several of its GPUs yet, or where
+    these took longer than predicted; None for others."""
     if costs.measured or costs.tp == 1 or costs.gpu.arch == "cpu":
         return None
+    if config.experts:
+        return (
+            "predicted: steps of a mixture of experts took a third longer than that, in the median, where they were measured "
+            "(docs/planning.md); `tokenweave tune` measures a machine"
+        )
     if (costs.gpu.name, costs.tp, costs.transport) == ("h200", 2, "p2p"):
         return None
     return (
