@@ -115,6 +115,15 @@ def test_a_table_that_is_not_used_beside_a_named_gpu(
         assert ("note: TOKENWEAVE_PROFILE is not used: --gpu asks" in capsys.readouterr().out) == told
 
 
+@pytest.mark.parametrize(("more", "told"), [([], True), (["--transport", "p2p"], False)])
+def test_multicast_that_is_off_here_is_not_off_on_a_named_gpu(
+    more: list[str], told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKENWEAVE_DISABLE_MULTICAST", "1")
+    assert main(["plan", "--model", "SmolLM2-135M", "--gpu", "h200", "--tp", "4", "--tokens", "64", *more]) == 0
+    assert ("note: TOKENWEAVE_DISABLE_MULTICAST=1 is not used: --gpu asks" in capsys.readouterr().out) is told
+
+
 def test_predict_says_why_the_fastest_mode_is_not_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["predict", "--gpu", "h200", "--tp", "2", "--tokens", "1,1024,2048,8192", "--model"]
     assert main([*words, "Mixtral-8x7B", "--launch", "graph"]) == 0

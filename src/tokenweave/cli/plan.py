@@ -12,6 +12,7 @@ from tokenweave.models import read_config
 from tokenweave.planning import GPUS, Explanation, Planner, caveat
 from tokenweave.planning.comm import TRANSPORTS
 from tokenweave.planning.plan import POINTS
+from tokenweave.switches import multicast_switched_off
 from tokenweave.tuning.find import VARIABLE
 
 
@@ -47,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
         print("note: no GPU here, so this is for this machine's CPU; name a GPU with --gpu (h200)")
     if args.gpu is not None and os.environ.get(VARIABLE, "off").casefold() not in ("", "off"):
         print(f"note: {VARIABLE} is not used: --gpu asks for the data sheet; leave it out for a table of this machine")
+    switch = multicast_switched_off(os.environ)
+    if switch is not None and args.gpu is not None and args.transport is None and model.transport == "multimem":
+        print(f"note: {switch} is not used: --gpu asks for the data sheet; --transport p2p does without multicast")
     if (note := caveat(planner.model.costs, planner.model.config)) is not None:
         print(f"note: {note}")
     for explanation in explained:

@@ -157,7 +157,7 @@ class Runtime:
         )
 
     def turn_off(self, reason: Reason, detail: str = "") -> None:
-        """All further steps run as stock; said once. What their memory was is given back, but for the workspace: peers may read it."""
+        """All further steps run as stock; said once. Our memory is given back, but for the workspace: peers may read it."""
         if self.off is not None:
             return
         self.off = reason
