@@ -170,6 +170,37 @@ def test_a_graph_that_one_rank_cannot_make_is_no_ranks(monkeypatch: pytest.Monke
     assert (said, runtime.off) == ([True], Reason.ERROR)
 
 
+def test_a_collective_that_failed_for_a_graph_that_is_not_made_leaves_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank could not launch what runs before a capture, this one's kernels waited for it in vain: in no step."""
+    runtime, buffers, failed = make_runtime(Mode.FUSED), Buffers(), []
+
+    def check(workspace: Any) -> None:
+        if failed:
+            raise CollectiveError("collective failed: rank 0 waited")
+
+    monkeypatch.setattr(runtime_module, "check", check)
+    monkeypatch.setattr(runtime.graphs, "capture", lambda found: failed.append(True))
+    runtime.anywhere = lambda true: True
+    assert run(runtime, buffers, [1000]) is None
+    assert runtime.off is Reason.ERROR
+    assert run(runtime, buffers, [1000]) is None
+
+
+def test_no_graph_is_made_behind_a_collective_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may fail once the step has begun, in which an earlier one still runs."""
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
+    step, tables = buffers.step([1000])
+    planned = runtime.prepare(step, tables)
+
+    def check(workspace: Any) -> None:
+        raise CollectiveError("collective failed: rank 0 waited")
+
+    monkeypatch.setattr(runtime_module, "check", check)
+    monkeypatch.setattr(runtime.graphs, "capture", lambda found: pytest.fail("captured"))
+    with pytest.raises(CollectiveError, match="rank 0 waited"):
+        runtime.graphs.run(planned.graph, tables)
+
+
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_collective_that_failed_ends_the_engine(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens were sampled, and its keys and values may be in the prefix cache."""

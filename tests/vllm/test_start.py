@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vllm.distributed import parallel_state
 
 from ranks import run_ranks
-from tokenweave.errors import TokenWeaveError
+from tokenweave.errors import CollectiveError, TokenWeaveError
 from tokenweave.integrations.vllm import runtime
 from tokenweave.integrations.vllm import start as module
 from tokenweave.integrations.vllm.reasons import Reason
@@ -38,6 +38,7 @@ class Setup:
     """One rank of an engine on GPUs that nothing speaks against so far."""
 
     transport, slower, error = "p2p", None, None  # what will be found
+    gave_up = False  # whether a kernel did, as it was timed
     elsewhere = False  # whether another rank meets an error
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +68,13 @@ class Setup:
         monkeypatch.setattr(module, "model_numbers", lambda *given: "numbers")
         monkeypatch.setattr(module, "slower_collective", lambda runtime: self.slower)
         monkeypatch.setattr(module, "Runtime", made)
+        monkeypatch.setattr(module, "check", self.check)
         monkeypatch.setattr(module, "anywhere", lambda true, group, device: true or self.elsewhere)
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+
+    def check(self, workspace: Any) -> None:
+        if self.gave_up:
+            raise CollectiveError("rank 1 waited longer than the time limit")
 
     def close(self) -> None:
         self.closed += 1
@@ -93,6 +99,7 @@ def test_an_engine_that_nothing_speaks_against_is_on(setup: Setup) -> None:
     [
         ({"error": TokenWeaveError("rank 1 has no memory left")}, Reason.SETUP, "rank 1 has no memory left", 0),
         ({"error": ValueError("whatever")}, Reason.ERROR, "whatever", 0),
+        ({"gave_up": True}, Reason.SETUP, "rank 1 waited longer", 1),
         ({"transport": "torch"}, Reason.TRANSPORT, "no peer access", 1),
         ({"slower": "2.1 times as slow"}, Reason.SLOWER_COLLECTIVE, "2.1 times as slow", 1),
     ],

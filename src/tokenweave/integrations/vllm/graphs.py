@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tokenweave.cuda.graph import capturing
-from tokenweave.errors import CollectiveError
+from tokenweave.errors import TokenWeaveError
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.step import Cut
 from tokenweave.planning import Plan
@@ -37,6 +37,10 @@ ROOMS = (16, 128, 992)
 MAX_GRAPHS = 128
 
 Key = tuple[object, ...]
+
+
+class CaptureError(TokenWeaveError):
+    """A step's graph could not be made on some rank, and none has it. Nothing was used of what ran for it."""
 
 
 @dataclass
@@ -151,8 +155,9 @@ class Graphs:
             tables: of this step; their metadata are a pattern for the splits' if something is still to be launched.
 
         Raises:
-            CollectiveError: it is new, and could not be captured on another rank. Raised on all of them, or one that has it
-                would wait for one that goes on without.
+            CaptureError: it is new, and could not be captured on some rank. Raised on all of them, or one that has it would wait
+                for one that goes on without.
+            CollectiveError: an earlier step's collective has failed.
         """
         if found.addresses != self._addresses(tables):
             self._follow(tables)
@@ -201,13 +206,15 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def _capture_together(self, found: Graph) -> None:
+        torch.cuda.synchronize(self._runtime.device)
+        self._runtime.expect_intact()  # a collective that fails from here on is of no step that was used
         failed = None
         try:
             self.capture(found)
         except Exception as error:  # whatever it is, the other ranks have to hear of it
             failed = error
         if self._runtime.anywhere(failed is not None):
-            raise failed or CollectiveError("a step's graph could not be captured on another rank")
+            raise CaptureError(f"a step's graph could not be captured: {failed or 'another rank says why'}") from failed
 
     def _follow(self, tables: Tables) -> None:
         """All graphs will read what they read from where it is by now: what was captured is dropped."""

@@ -19,7 +19,7 @@ from tokenweave.execution import check, collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import EAGER_ROWS, Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.decide import decide
-from tokenweave.integrations.vllm.graphs import TILE, Graphs
+from tokenweave.integrations.vllm.graphs import TILE, CaptureError, Graphs
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.requests import Requests, Rows
@@ -236,7 +236,8 @@ class Runtime:
         except Exception as error:  # whatever it is: keys and values are written again, and vLLM goes on
             log.exception("TokenWeave: a step failed")
             self.turn_off(Reason.ERROR, str(error))
-            self.expect_intact()  # what failed may have been a collective, also one of an earlier step
+            if not isinstance(error, CaptureError):
+                self.expect_intact()  # what failed may have been a collective, also one of an earlier step
             return False
         self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=step.graph is not None)
         return True

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.errors import TokenWeaveError
+from tokenweave.execution import check
 from tokenweave.integrations.vllm import prometheus, switch
 from tokenweave.integrations.vllm.checks import Finding, engine_problem, model_problem
 from tokenweave.integrations.vllm.first_use import slower_collective
@@ -110,9 +111,9 @@ def _stay_off(steps: Steps, reason: Reason, detail: str) -> None:
 def _collective_problem(runtime: Runtime) -> Finding | None:
     if runtime.workspace.transport == "torch":
         return Reason.TRANSPORT, runtime.workspace.reason
-    if slower := slower_collective(runtime):
-        return Reason.SLOWER_COLLECTIVE, slower
-    return None
+    slower = slower_collective(runtime)
+    check(runtime.workspace)  # a kernel that gave up waiting raised nothing
+    return None if slower is None else (Reason.SLOWER_COLLECTIVE, slower)
 
 
 @contextlib.contextmanager
