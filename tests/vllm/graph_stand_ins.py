@@ -104,6 +104,8 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     runtime.vllm_config = SimpleNamespace(quant_config=None)
     runtime.compat = SimpleNamespace(metadata_problem=lambda metadata, layer: None)
     runtime.addresses, runtime.anywhere = lambda: (1, 2), lambda true: true
+    runtime._expect_failed_everywhere = lambda error: None
+    runtime.residual = torch.zeros(MAX_ROWS, 4)
     runtime.walk, runtime.ways = Walks(), Ways(layers=32)
     runtime.graphs = Graphs(runtime, least_rows=513)
     return runtime

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graph_stand_ins import (
     MAX_ROWS,
     Buffers,
@@ -16,6 +17,8 @@ from graph_stand_ins import (
     small_runtime,
 )
 
+from ranks import run_ranks
+from tokenweave.collective import Workspace
 from tokenweave.errors import CollectiveError
 from tokenweave.integrations.vllm import graphs as module
 from tokenweave.integrations.vllm import runtime as runtime_module
@@ -170,6 +173,40 @@ def test_a_graph_that_one_rank_cannot_make_is_no_ranks(monkeypatch: pytest.Monke
     assert (said, runtime.off) == ([True], Reason.ERROR)
 
 
+def launched(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1000 rows run kernel by kernel from now on."""
+    monkeypatch.setattr("tokenweave.integrations.vllm.choice.EAGER_ROWS", 1000)
+    monkeypatch.setattr(runtime.graphs, "rows_of", lambda rows: None)
+
+
+@pytest.mark.parametrize("when", ["before the step", "in a launch", "before a capture", "before another capture"])
+def test_a_collective_that_failed_ends_the_engine(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens were sampled, and its keys and values may be in the prefix cache."""
+    runtime, buffers, failed = make_runtime(Mode.FUSED), Buffers(), []
+    kept = runtime.residual
+
+    def check(workspace: Any) -> None:
+        if failed:
+            raise CollectiveError("collective failed: rank 1 waited")
+
+    monkeypatch.setattr(runtime_module, "check", check)
+    assert run(runtime, buffers, [1000]) is not None
+    if when == "before the step":
+        failed.append(True)
+    elif when == "in a launch":
+        launched(runtime, monkeypatch)
+        runtime.walk = lambda *given: failed.append(True) or 1 / 0
+    else:  # seen when the GPU has come to the capture
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: failed.append(True))
+    if when == "before another capture":
+        (found,) = runtime.graphs._graphs.values()
+        found.graph = None  # as if something had moved
+    with pytest.raises(runtime_module.Unrecoverable, match=r"tokens were sampled .* rank 1 waited\. .* start it again"):
+        run(runtime, buffers, [2000 if when == "before a capture" else 1000])
+    assert runtime.off is None, "or the next step would run as stock"
+    assert runtime.residual is kept
+
+
 def test_a_collective_that_failed_for_a_graph_that_is_not_made_leaves_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank could not launch what runs before a capture, this one's kernels waited for it in vain: in no step."""
     runtime, buffers, failed = make_runtime(Mode.FUSED), Buffers(), []
@@ -201,32 +238,69 @@ def test_no_graph_is_made_behind_a_collective_that_failed(monkeypatch: pytest.Mo
         runtime.graphs.run(planned.graph, tables)
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_a_collective_that_failed_ends_the_engine(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens were sampled, and its keys and values may be in the prefix cache."""
-    runtime, buffers, failed = make_runtime(Mode.FUSED), Buffers(), []
-
-    def check(workspace: Any) -> None:
-        if failed:
-            raise CollectiveError("collective failed: rank 1 waited")
-
-    monkeypatch.setattr(runtime_module, "check", check)
+@pytest.mark.parametrize("what", ["a plan", "a launch", "a capture after a move", "a replay"])
+def test_what_fails_on_one_rank_alone_ends_the_engine(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others run the step, and its next collective is not stock's."""
+    runtime, buffers = make_runtime(Mode.FUSED), Buffers()
     assert run(runtime, buffers, [1000]) is not None
-    if when == "before":
-        failed.append(True)
+    (found,) = runtime.graphs._graphs.values()
+
+    def broken(*given: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    def alone(error: Exception) -> None:
+        raise runtime_module.Unrecoverable(str(error))
+
+    monkeypatch.setattr(runtime, "_expect_failed_everywhere", alone)
+    if what == "a plan":
+        runtime.requests.hazard = runtime.choice.plan = broken
+    elif what == "a launch":
+        launched(runtime, monkeypatch)
+        runtime.walk = broken
+    elif what == "a capture after a move":
+        runtime.addresses = lambda: (1, 3)
+        monkeypatch.setattr(runtime.graphs, "capture", broken)
     else:
-        monkeypatch.setattr(runtime.graphs, "run", lambda *given: failed.append(True) or check(None))
-    with pytest.raises(CollectiveError, match="rank 1 waited"):
+        monkeypatch.setattr(found.graph, "replay", broken)
+    with pytest.raises(runtime_module.Unrecoverable, match="out of memory"):
         run(runtime, buffers, [1000])
+    assert runtime.off is None
+
+
+def _fails(ranks: list[int], limit: float) -> str:
+    runtime = object.__new__(runtime_module.Runtime)
+    runtime.peers, runtime.workspace = (
+        dist.group.WORLD,
+        Workspace(  # type: ignore[assignment]
+            None, max_tokens=8, hidden=8, dtype=torch.float32, time_limit=limit
+        ),
+    )
+    try:
+        if dist.get_rank() in ranks:
+            runtime._expect_failed_everywhere(RuntimeError("out of memory"))
+        return ""
+    except runtime_module.Unrecoverable as error:
+        return str(error)
+    finally:
+        runtime.workspace.close()
+
+
+def test_ranks_tell_whether_all_of_them_failed() -> None:
+    """Without a collective, to which those that did not fail would never come."""
+    assert run_ranks(2, _fails, [0, 1], 30.0) == ["", ""]
+    first, second = run_ranks(2, _fails, [1], 0.3)
+    assert first == ""
+    assert "a step failed on rank 1, and others run it: out of memory" in second
 
 
 def test_a_plugin_that_is_off_keeps_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
     run(runtime, buffers, [1000])
-    runtime.residual = torch.zeros(MAX_ROWS, 4)
-    assert len(runtime.graphs) == 1
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    assert (len(runtime.graphs), runtime.residual.shape[0]) == (1, MAX_ROWS)
     runtime.turn_off(Reason.ERROR)
-    assert (len(runtime.graphs), runtime.residual.numel()) == (0, 0)
+    assert (len(runtime.graphs), runtime.residual.numel(), emptied) == (0, 0, [True])
 
 
 @pytest.mark.parametrize("why", ["walk", "off", "embeds"])

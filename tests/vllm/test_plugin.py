@@ -148,6 +148,31 @@ def failing_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[st
     return {"tokens": harness.generate(llm, prompts, max_tokens), "off": str(runtime.off)}
 
 
+def lost_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[str]:
+    """A collective gives up in a step, as kernels do: that is seen before the next one. What two calls raise."""
+    from tokenweave.errors import CollectiveError
+    from tokenweave.integrations.vllm import runtime as module
+
+    runtime, real, asked, raised = harness.model_of(llm).tokenweave, module.check, [], []
+
+    def check(workspace: Any) -> None:
+        asked.append(workspace)
+        if len(asked) > 2:
+            raise CollectiveError("collective failed: a peer fell behind")
+
+    runtime.use("woven")
+    module.check = check  # type: ignore[attr-defined]
+    try:
+        for _ in range(2):
+            try:
+                harness.generate(llm, prompts, max_tokens)
+            except CollectiveError as error:
+                raised.append(str(error))
+    finally:
+        module.check = real  # type: ignore[attr-defined]
+    return [*raised, str(runtime.off)]
+
+
 class Padded:
     """In the place of graphs, which CPUs have none of: steps run as in a graph that was made for full ones, of whose rows most
     may be padding and of whose requests most are empty. What lies there is poison where that may be, else something valid."""
@@ -307,6 +332,17 @@ def test_an_error_leaves_a_stock_engine(off: harness.Run, on: harness.Run) -> No
     assert on["failing"] == {"tokens": off["tokens"], "off": "error"}
     assert "stock vLLM runs (error)" in on.log
     assert "a step that cannot run" in on.log
+
+
+def test_a_collective_that_failed_ends_the_engine(folders: dict[str, Path]) -> None:
+    """With a message, before anything more is served."""
+    scenarios = {"lost": harness.Scenario(lost_step, ARGUMENTS)}
+    found = harness.run(folders["llama"], scenarios, engine=ENGINE, env={"TOKENWEAVE": "force"})
+    for *raised, off in found.ranks("lost"):
+        assert len(raised) == 2, "nor is a caller served who goes on"
+        assert all("a peer fell behind" in text and "start it again" in text for text in raised)
+        assert off == "None"
+    assert "stock vLLM runs (error)" not in found.log
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])

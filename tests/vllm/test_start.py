@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,15 @@ pytest.importorskip("vllm")
 from vllm.distributed import parallel_state
 
 from ranks import run_ranks
+from tokenweave.collective import workspace
 from tokenweave.errors import CollectiveError, TokenWeaveError
 from tokenweave.integrations.vllm import runtime
 from tokenweave.integrations.vllm import start as module
+from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.reasons import Reason
 from tokenweave.integrations.vllm.start import start
 from tokenweave.integrations.vllm.switch import Verdict
+from tokenweave.models.config import ModelConfig
 from vllm import platforms
 
 
@@ -39,7 +43,6 @@ class Setup:
 
     transport, slower, error = "p2p", None, None  # what will be found
     gave_up = False  # whether a kernel did, as it was timed
-    elsewhere = False  # whether another rank meets an error
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.closed = 0
@@ -52,6 +55,8 @@ class Setup:
                 workspace=SimpleNamespace(transport=self.transport, reason="no peer access"),
                 choice=SimpleNamespace(mode=None),
                 max_rows=2048,
+                device=torch.device("cuda"),
+                set_up=(),
                 close=self.close,
                 close_with=lambda owner: None,
             )
@@ -66,10 +71,10 @@ class Setup:
         monkeypatch.setattr(module, "engine_problem", lambda *given: None)
         monkeypatch.setattr(module, "model_problem", lambda *given: None)
         monkeypatch.setattr(module, "model_numbers", lambda *given: "numbers")
-        monkeypatch.setattr(module, "slower_collective", lambda runtime: self.slower)
+        monkeypatch.setattr(module.first_use, "prepare", lambda runtime: None)
+        monkeypatch.setattr(module.first_use, "slower_collective", lambda runtime: self.slower)
         monkeypatch.setattr(module, "Runtime", made)
         monkeypatch.setattr(module, "check", self.check)
-        monkeypatch.setattr(module, "anywhere", lambda true, group, device: true or self.elsewhere)
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
     def check(self, workspace: Any) -> None:
@@ -114,52 +119,72 @@ def test_what_is_found_during_the_set_up_leaves_stock_vllm(
     assert setup.closed == closed, "buffers that were made are given back"
 
 
-def test_what_fails_on_another_rank_leaves_stock_vllm_here_too(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    setup.elsewhere = True
-    assert setup.start() is None
-    assert setup.sink.state == {"setup": 1}
-    assert "another rank could not" in caplog.text
+FAULTS = {
+    "a reason": (module, "model_problem"),
+    "memory": (runtime, "Ways"),  # of what is made first
+    "the workspace": (runtime, "Workspace"),
+    "the machine": (runtime, "machine_of"),
+    "the planner": (runtime, "Planner"),
+}
+"""What fails on one rank, by what is replaced there."""
 
 
-def _fails_on_rank_1(rank: int) -> str:
-    if rank == 1:
-        raise ValueError("out of memory here")
-    return "made"
+def _sets_up(fault: str, failing: tuple[int, ...]) -> tuple[bool, Any, int]:
+    """(whether a runtime was made here, what is found, how many workspaces are open at the end)."""
 
+    def fails(*given: Any, **named: Any) -> Any:
+        if fault == "a reason":
+            return Reason.LAYERS, "of rank 1"
+        raise CollectiveError("no workspace") if fault == "the workspace" else RuntimeError(f"no more of {fault}")
 
-def _set_up() -> Any:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
-    device = torch.device("cpu")
-    alike = module._on_all(lambda: rank, group, device)
-    return alike, module._on_all(lambda: _fails_on_rank_1(rank), group, device)
-
-
-def test_what_fails_on_one_rank_alone_is_told_to_all() -> None:
-    (one, first), (other, second) = run_ranks(2, _set_up)
-    assert (one, other) == ((0, None), (1, None))
-    assert first == ("made", (Reason.SETUP, "another rank could not; its log says why"))
-    assert second == (None, (Reason.ERROR, "out of memory here"))
-
-
-def test_an_error_behind_the_workspace_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = []
-
-    def fails(*given: Any, **named: Any) -> None:
-        raise RuntimeError("no such GPU")
-
-    monkeypatch.setattr(
-        runtime, "Workspace", lambda *given, **named: SimpleNamespace(close=lambda: closed.append(True))
-    )
-    monkeypatch.setattr(runtime.Runtime, "_set_up", fails)
+    whole = dist.group.WORLD
+    group = SimpleNamespace(world_size=2, rank_in_group=dist.get_rank(), device_group=whole, cpu_group=whole)
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
-        model_config=SimpleNamespace(max_model_len=64),
+        model_config=SimpleNamespace(max_model_len=64, dtype=torch.float32, hf_text_config=None),
+        quant_config=None,
     )
-    given = (None, SimpleNamespace(hidden=64), config, None, None, torch.device("cpu"), torch.float32, None)
-    with pytest.raises(RuntimeError, match="no such GPU"):
-        runtime.Runtime(*given)  # type: ignore[arg-type]
-    assert closed == [True]
+    model = SimpleNamespace(model=SimpleNamespace(layers=[object()]))
+    numbers = ModelConfig("llama", 64, 128, 2, 4, 2, 16, 256, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "model_problem", lambda *given: None)
+        patch.setattr(module, "model_numbers", lambda *given: numbers)
+        patch.setattr(module.switch, "compat", lambda name: None)
+        if dist.get_rank() in failing:
+            patch.setattr(*FAULTS[fault], fails)
+        made, found = module._set_up(group, partial(module._make, model, config, "cpu", "cpu", group, Steps()))
+    if made is not None:
+        made.close()
+    return made is not None, found, len(workspace._open)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_rank_alone_meets_leaves_stock_on_all(fault: str) -> None:
+    """Whatever it is, none waits for it, all know its reason, and buffers are given back."""
+    if fault == "the workspace":  # it agrees for itself: not one rank's
+        results = run_ranks(2, _sets_up, fault, (0, 1))
+        assert [found for _, found, _ in results] == [(Reason.SETUP, "no workspace")] * 2
+    else:
+        results = run_ranks(2, _sets_up, fault, (1,))
+        reason, text = (Reason.LAYERS, "of rank 1") if fault == "a reason" else (Reason.ERROR, f"no more of {fault}")
+        assert [found for _, found, _ in results] == [(reason, f"on rank 1: {text}")] * 2
+    assert [left for _, _, left in results] == [0, 0]
+
+
+def test_without_a_fault_all_ranks_are_set_up() -> None:
+    assert run_ranks(2, _sets_up, "memory", ()) == [(True, None, 0)] * 2
+
+
+def test_a_mode_that_does_not_exist_costs_no_memory() -> None:
+    for made, found, left in run_ranks(2, _in_mode, "wovn"):
+        assert (made, left, found[0]) == (False, 0, Reason.SETUP)
+        assert "wovn" in found[1]
+
+
+def _in_mode(mode: str) -> tuple[bool, Any, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENWEAVE_MODE", mode)
+        return _sets_up("memory", ())
 
 
 def test_buffers_go_when_their_model_does() -> None:

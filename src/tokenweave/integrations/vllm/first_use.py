@@ -25,6 +25,7 @@ log = logging.getLogger("vllm.tokenweave")
 REPEATS = 5
 MARGIN = 1.05  # ours is slower if it takes more than this many times theirs; less is noise
 MARGIN_MEASURED = 2.0  # ... where whole steps are measured before any runs: more is no use even in another's shadow
+_WARM_SIZE = 4096
 _WARM_SECONDS = 0.3  # of GEMMs: a GPU that has waited for weights runs at a sixth of its clock
 CALLS = 5  # timed one after the other
 _SLEEP_S = 2e-3  # of the GPU, at least: the host queues a whole sample meanwhile, so that its own time is not measured
@@ -32,8 +33,23 @@ _MOST_SLEEP_S = 0.1
 _CYCLES_A_S = 2e9  # of the GPU's clock, at most
 
 
+def prepare(runtime: Runtime) -> None:
+    """What :func:`slower_collective` needs of this rank alone, kernel and memory: where that fails no rank must begin.
+
+    Raises:
+        CudaError: the kernel cannot be compiled or loaded.
+        RuntimeError: there is no memory.
+    """
+    from tokenweave.collective import cuda_backend
+
+    cuda_backend.prepare(runtime.workspace, "sharded", runtime.max_rows, None)
+    torch.empty_like(runtime.residual)  # torch's allocator keeps it for vLLM's all-reduce, and these for the GEMMs
+    torch.empty(2, _WARM_SIZE, _WARM_SIZE, dtype=torch.bfloat16, device=runtime.device)
+
+
 def slower_collective(runtime: Runtime) -> str | None:
-    """Whether vLLM's collective is (much) faster at the largest step, as a sentence; None if not. Every rank calls it.
+    """Whether vLLM's collective is (much) faster at the largest step, as a sentence; None if not. Every rank calls it, all of them
+    :func:`prepare` before.
 
     Both run on the same rows, in turns. Some 0.4 s.
     """
@@ -73,7 +89,7 @@ def slower_collective(runtime: Runtime) -> str | None:
 
 
 def _warm_up(device: torch.device) -> None:
-    matrix = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=device)
+    matrix = torch.zeros(_WARM_SIZE, _WARM_SIZE, dtype=torch.bfloat16, device=device)
     began = time.perf_counter()
     while time.perf_counter() - began < _WARM_SECONDS:
         for _ in range(20):

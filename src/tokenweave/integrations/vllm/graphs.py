@@ -164,9 +164,8 @@ class Graphs:
         if found.graph is None:
             metadata = tables.metadata
             found.cut = dataclasses.replace(found.cut, tables=dataclasses.replace(found.cut.tables, metadata=metadata))
-            if (
-                found.loaded
-            ):  # here something moved: other ranks may not capture now. If it fails, they wait, give up, and end
+            if found.loaded:  # here something moved: other ranks may not capture now, so that nothing can be agreed on
+                self._expect_intact()
                 self.capture(found)
             else:
                 self._capture_together(found)
@@ -205,9 +204,12 @@ class Graphs:
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def _capture_together(self, found: Graph) -> None:
+    def _expect_intact(self) -> None:
         torch.cuda.synchronize(self._runtime.device)
         self._runtime.expect_intact()  # a collective that fails from here on is of no step that was used
+
+    def _capture_together(self, found: Graph) -> None:
+        self._expect_intact()
         failed = None
         try:
             self.capture(found)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,19 +31,19 @@ from tokenweave.integrations.vllm.ways import Ways
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import CpuThread, CudaStream, Overlap
 from tokenweave.planning import Mode, Planner, asked_mode
-from tokenweave.planning.machine import machine_of
+from tokenweave.planning.machine import Machine, machine_of
+from tokenweave.planning.profile_table import Identity
 from tokenweave.stages import Split, Stage
 from tokenweave.tuning import agreed_profile
+from tokenweave.tuning.identity import identity_here
 from tokenweave.weave import run_stages
 
 log = logging.getLogger("vllm.tokenweave")
+T = TypeVar("T")
 
 
-def anywhere(true: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether it is true on any rank of the group; every rank asks."""
-    found = torch.tensor([true], dtype=torch.int32, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return bool(found)
+class Unrecoverable(CollectiveError):
+    """The engine has to end: neither TokenWeave nor stock vLLM can go on from here."""
 
 
 def close(overlap: Overlap, workspace: Workspace) -> None:
@@ -52,14 +53,17 @@ def close(overlap: Overlap, workspace: Workspace) -> None:
 
 
 class Runtime:
-    """Buffers and plans of one model on one rank. Every rank of the tensor-parallel group creates it.
+    """Buffers and plans of one model on one rank.
+
+    Every rank of the tensor-parallel group creates it, and calls :attr:`set_up`'s parts. What may fail on one rank alone is a part
+    of its own, or the end of one, so that ranks which agree behind each never wait for one that stays away.
 
     Args:
         model: vLLM's inner model (``LlamaModel`` or alike).
         numbers: of it, for the planner.
         vllm_config: of the engine.
         compat: the version's compatibility module.
-        group: the tensor-parallel group.
+        group: the tensor-parallel group. peers: its ranks once more, for what hosts tell each other (gloo).
         device: of this rank. dtype: of the rows.
         steps: counts them.
 
@@ -71,8 +75,7 @@ class Runtime:
         graphs: of this rank; None where steps run launch by launch.
 
     Raises:
-        CollectiveError: no workspace can be had.
-        RequestError, ModelError: the planner does not know the GPU, the mode or such a model.
+        RequestError: the mode does not exist.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Runtime:
         vllm_config: Any,
         compat: ModuleType,
         group: dist.ProcessGroup,
+        peers: dist.ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
         steps: Steps,
@@ -93,37 +97,51 @@ class Runtime:
         self.off: Reason | None = None
         self.steps = steps
         self.requests = Requests()
-        mode = asked_mode()
+        self.peers = peers
+        self._group, self._numbers, self._mode = group, numbers, asked_mode()
+        on_gpu = device.type == "cuda"
+        self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=dtype, device=device)
+        self.graphs = Graphs(self, self._least_rows()) if on_gpu and self._may_capture() else None
+        self.ways = Ways(numbers.layers, alike=self.dense)
+        self._overlap: Overlap = CudaStream(device) if on_gpu else CpuThread()
+        self._machine: Machine | None = None
+        self._here: Identity | None = None
+        self.warmed_up = False
+
+    @property
+    def set_up(self) -> Sequence[Callable[[], None]]:
+        """What has to be called before anything else, in order; all ranks have to be through with one before any begins the next.
+
+        Raises:
+            CollectiveError: no workspace can be had.
+            RequestError, ModelError: the planner does not know the GPU or such a model.
+        """
+        return self._share, self._identify, self._plan
+
+    def _share(self) -> None:
         self.workspace = Workspace(
-            group,
+            self._group,
             max_tokens=self.max_rows,
-            hidden=numbers.hidden,
-            dtype=dtype,
-            device=device,
+            hidden=self._numbers.hidden,
+            dtype=self.residual.dtype,
+            device=self.device,
             channels=1,
             regions=1,
             staging=False,
         )
-        try:
-            self._set_up(numbers, mode, group)
-        except BaseException:
-            self.workspace.close()
-            raise
-        self.warmed_up = False
 
-    def _set_up(self, numbers: ModelConfig, mode: Mode | None, group: dist.ProcessGroup) -> None:
-        """What every rank does first, then what may fail on one alone."""
-        machine = machine_of(
-            "cpu" if self.device.type == "cpu" else None, self.workspace.world_size, self.workspace.transport
-        )
-        profile = agreed_profile(numbers, machine, group, own_attention=False)
-        self.residual = torch.zeros(self.max_rows, numbers.hidden, dtype=self.workspace.dtype, device=self.device)
-        planner = Planner(numbers, mode=mode or "auto", costs=profile or machine)
-        self.choice = Choice(planner, mode, plain=self.vllm_config.quant_config is None)
-        on_gpu = self.device.type == "cuda"
-        self.graphs = Graphs(self, self._least_rows()) if on_gpu and self._may_capture() else None
-        self.ways = Ways(numbers.layers, alike=self.dense)
-        self._overlap: Overlap = CudaStream(self.device) if on_gpu else CpuThread()
+    def _identify(self) -> None:
+        gpu = "cpu" if self.device.type == "cpu" else None
+        workspace = self.workspace
+        self._machine = machine_of(gpu, workspace.world_size, workspace.transport)
+        if gpu is None:  # a table's ranks exchange it: what may fail on one of them comes before
+            self._here = identity_here(self._numbers, workspace.world_size, workspace.transport, own_attention=False)
+
+    def _plan(self) -> None:
+        assert self._machine is not None
+        profile = agreed_profile(self._numbers, self._machine, self._group, here=self._here, own_attention=False)
+        planner = Planner(self._numbers, mode=self._mode or "auto", costs=profile or self._machine)
+        self.choice = Choice(planner, self._mode, plain=self.vllm_config.quant_config is None)
 
     @functools.cached_property
     def stages(self) -> list[Stage]:
@@ -164,11 +182,13 @@ class Runtime:
         self.steps.say(reason, detail, warn=True)
         self.steps.engine(reason)
         try:
-            if self.device.type == "cuda":
+            if self.device.type == "cuda":  # no kernel waits for a peer for longer than the workspace's time limit
                 torch.cuda.synchronize(self.device)
             if self.graphs is not None:
                 self.graphs.drop()
             self.residual = torch.empty(0)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         except Exception:  # a GPU that has failed: stock's next step will say so
             log.debug("TokenWeave: memory could not be given back", exc_info=True)
 
@@ -176,16 +196,15 @@ class Runtime:
         """To be asked before every step.
 
         Raises:
-            CollectiveError: an earlier step's collective has failed. Tokens were sampled from what it left, and its keys and values
-                are in the cache, so that stock could not go on from there either: the engine has to end.
+            Unrecoverable: an earlier step's collective has failed. Tokens were sampled from what it left, and its keys and values
+                are in the cache, so that stock could not go on from there either.
         """
         try:
             check(self.workspace)
-        except CollectiveError:
-            log.error(
-                "TokenWeave: a step's collective failed, and its tokens and cache are not to be used: the engine ends; start it anew"
-            )
-            raise
+        except CollectiveError as error:
+            raise _unrecoverable(
+                f"tokens were sampled from a step that failed, and its keys and values are in the cache: {error}"
+            ) from error
 
     def use(self, mode: Mode | str | None) -> None:
         """Sets the mode of all further steps, on every rank at the same step: ``"auto"``, a mode, or None for auto."""
@@ -198,6 +217,7 @@ class Runtime:
             decided = decide(self, step, tables)
         except Exception as error:  # whatever it is: vLLM goes on
             log.exception("TokenWeave: a step could not be planned")
+            self._expect_failed_everywhere(error)
             self.turn_off(Reason.ERROR, str(error))
             return None
         finally:
@@ -233,11 +253,14 @@ class Runtime:
                 self.walk(step.cut)
             else:
                 self.graphs.run(step.graph, step.cut.tables)
+        except Unrecoverable:
+            raise
         except Exception as error:  # whatever it is: keys and values are written again, and vLLM goes on
             log.exception("TokenWeave: a step failed")
-            self.turn_off(Reason.ERROR, str(error))
             if not isinstance(error, CaptureError):
                 self.expect_intact()  # what failed may have been a collective, also one of an earlier step
+            self._expect_failed_everywhere(error)
+            self.turn_off(Reason.ERROR, str(error))
             return False
         self.steps.ran(step.cut.plan.mode, step.cut.rows, graph=step.graph is not None)
         return True
@@ -262,12 +285,51 @@ class Runtime:
         run_stages(stages, splits, collective, self.workspace, overlap)
 
     def anywhere(self, true: bool) -> bool:
-        """Whether it is true on any rank; every rank asks."""
-        return anywhere(true, self.workspace.group, self.device)
+        """Whether it is true on any rank; every rank asks. The hosts meet: neither the GPU nor its memory has a part in it."""
+        found = torch.tensor([true], dtype=torch.int32, device="cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.peers)
+        return bool(found)
+
+    def together(self, call: Callable[[], T]) -> T:
+        """The result of a call that all ranks make.
+
+        Raises:
+            Exception: what the call raised; CollectiveError if it failed on another rank alone.
+        """
+        failed = None
+        try:
+            result = call()
+        except Exception as error:  # whatever it is, the other ranks have to hear of it
+            failed = error
+        if self.anywhere(failed is not None):
+            raise failed or CollectiveError("what all ranks do together failed on another rank, whose log says why")
+        return result
+
+    def _expect_failed_everywhere(self, error: Exception) -> None:
+        """Returns where a step failed on all ranks, which then run it as stock.
+
+        Raises:
+            Unrecoverable: this rank waited for as long as the others' kernels wait for it, and not all of them failed. They have
+                launched what it has not, so that its next collective, of stock, would meet another one of theirs.
+        """
+        ranks, until = dist.get_world_size(self.peers), time.monotonic() + self.workspace.time_limit
+        failed = [f"tokenweave/failed/{self.workspace.handle}/{rank}" for rank in range(ranks)]
+        try:
+            store = self.peers.get_group_store()  # unlike a collective it can be asked who has come
+            store.set(failed[dist.get_rank(self.peers)], "")
+            while not store.check(failed) and time.monotonic() < until:
+                time.sleep(0.01)
+            if store.check(failed):
+                return
+        except RuntimeError as unreachable:  # the rank that keeps the store may be gone
+            log.warning("TokenWeave: the other ranks do not answer: %s", unreachable)
+        raise _unrecoverable(f"a step failed on rank {self.workspace.rank}, and others run it: {error}") from error
 
     def close(self) -> None:
-        """Gives the buffers back."""
-        close(self._overlap, self.workspace)
+        """Gives the buffers back, as far as there are any."""
+        self._overlap.close()
+        if hasattr(self, "workspace"):
+            self.workspace.close()
 
     def close_with(self, owner: object) -> None:
         """Closes when ``owner`` is gone; not as the program exits, when all memory goes."""
@@ -328,3 +390,9 @@ class Runtime:
         config = self.vllm_config.compilation_config
         whole = config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL
         return (config.max_cudagraph_capture_size or 0) + 1 if whole or not self.compat.WARMS_UP_AFTER_CAPTURE else 1
+
+
+def _unrecoverable(what: str) -> Unrecoverable:
+    text = f"{what}. The engine has to end; start it again, with TOKENWEAVE=0 if that comes back"
+    log.error("TokenWeave: %s", text)
+    return Unrecoverable(text)

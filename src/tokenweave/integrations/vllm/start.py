@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tokenweave.errors import TokenWeaveError
 from tokenweave.execution import check
-from tokenweave.integrations.vllm import prometheus, switch
+from tokenweave.integrations.vllm import first_use, prometheus, switch
 from tokenweave.integrations.vllm.checks import Finding, engine_problem, model_problem
-from tokenweave.integrations.vllm.first_use import slower_collective
 from tokenweave.integrations.vllm.metrics import Steps
 from tokenweave.integrations.vllm.numbers import model_numbers
 from tokenweave.integrations.vllm.reasons import Reason
-from tokenweave.integrations.vllm.runtime import Runtime, anywhere
+from tokenweave.integrations.vllm.runtime import Runtime
 
 log = logging.getLogger("vllm.tokenweave")
-T = TypeVar("T")
 
 
 def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
@@ -40,28 +38,15 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
     verdict = switch.current()
     if verdict.module is None:
         return None
-    found = engine_problem(vllm_config, prefix, platform)
-    whole = found is None or found[0] is not Reason.SUBMODEL  # a part's steps are not the engine's
-    steps = Steps(first_rank=first, sink=prometheus.sink(vllm_config) if first and whole else None)
-    if found is not None:
-        _stay_off(steps, *found)
-        return None
-    compat = switch.compat("cpu" if platform == "cpu" else verdict.module)
-    if found := model_problem(model.model, compat):
-        _stay_off(steps, *found)
-        return None
     began = time.perf_counter()
-    device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", torch.cuda.current_device())
-    config, ranks = vllm_config.model_config, (group.device_group, device)
-    runtime = None
     with _plain_defaults():
-        numbers, found = _on_all(lambda: model_numbers(config.hf_text_config, type(model).__name__), *ranks)
-        if numbers is not None and found is None:
-            made = functools.partial(Runtime, model.model, numbers, vllm_config, compat, *ranks, config.dtype, steps)
-            runtime, found = _on_all(made, *ranks)
-        if runtime is not None and found is None and platform == "cuda":
-            problem, found = _on_all(functools.partial(_collective_problem, runtime), *ranks)
-            found = found or problem
+        found = _on_all(group, lambda: engine_problem(vllm_config, prefix, platform))
+        whole = found is None or found[0] is not Reason.SUBMODEL  # a part's steps are not the engine's
+        steps = Steps(first_rank=first, sink=prometheus.sink(vllm_config) if first and whole else None)
+        runtime = None
+        if found is None:
+            name = "cpu" if platform == "cpu" else verdict.module
+            runtime, found = _set_up(group, partial(_make, model, vllm_config, name, platform, group, steps))
     if found is not None or runtime is None:
         if found is not None:
             _stay_off(steps, *found)
@@ -86,21 +71,62 @@ def start(model: Any, vllm_config: Any, prefix: str) -> Runtime | None:
     return runtime
 
 
-def _on_all(call: Callable[[], T], group: dist.ProcessGroup, device: torch.device) -> tuple[T | None, Finding | None]:
-    """(what a call gives that all ranks make, None), or with why not, on every rank, if it failed on any: one that runs as stock
-    while others wait for it would hang them all."""
-    result, found = None, None
+def _set_up(group: Any, make: Callable[[], Runtime | Finding]) -> tuple[Runtime | None, Finding | None]:
+    """(this rank's runtime, None), or with what speaks against it on any rank; what was made has to be closed then."""
+    made: list[Runtime] = []
+
+    def first() -> Finding | None:
+        found = make()
+        if isinstance(found, tuple):
+            return found
+        made.append(found)
+        return None
+
+    found = _on_all(group, first)
+    runtime = made[0] if made else None
+    if found is None and runtime is not None:
+        more: list[Callable[[], Finding | None]] = [*runtime.set_up]
+        if runtime.device.type == "cuda":
+            more += [partial(part, runtime) for part in (_transport_problem, first_use.prepare, _slower_collective)]
+        found = next(filter(None, (_on_all(group, part) for part in more)), None)
+    return runtime, found
+
+
+def _make(model: Any, vllm_config: Any, name: str, platform: str, group: Any, steps: Steps) -> Runtime | Finding:
+    """What a rank does alone."""
+    compat = switch.compat(name)
+    if found := model_problem(model.model, compat):
+        return found
+    device = torch.device("cpu") if platform == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    config = vllm_config.model_config
+    numbers = model_numbers(config.hf_text_config, type(model).__name__)
+    groups = group.device_group, group.cpu_group
+    return Runtime(model.model, numbers, vllm_config, compat, *groups, device, config.dtype, steps)
+
+
+def _on_all(group: Any, part: Callable[[], Finding | None]) -> Finding | None:
+    """What a part of the set-up finds on any rank, told to all: one that ran as stock while others set up would have them wait.
+
+    Args:
+        group: vLLM's tensor-parallel one, whose ranks all call it.
+        part: an error is a finding too.
+    """
+    found = None
     try:
-        result = call()
+        found = part()
     except TokenWeaveError as error:
-        log.info("TokenWeave: it could not be set up on this rank: %s", error)
         found = Reason.SETUP, str(error)
     except Exception as error:
         log.exception("TokenWeave: it could not be set up on this rank")
         found = Reason.ERROR, str(error)
-    if not anywhere(found is not None, group, device):
-        return result, None
-    return result, found or (Reason.SETUP, "another rank could not; its log says why")
+    if group.world_size == 1:
+        return found
+    every: list[Finding | None] = [None] * group.world_size
+    dist.all_gather_object(every, found, group=group.cpu_group)
+    if all(other == found for other in every):
+        return found
+    rank, (reason, detail) = next((rank, other) for rank, other in enumerate(every) if other is not None)
+    return reason, f"on rank {rank}: {detail}"
 
 
 def _stay_off(steps: Steps, reason: Reason, detail: str) -> None:
@@ -108,10 +134,12 @@ def _stay_off(steps: Steps, reason: Reason, detail: str) -> None:
     steps.engine(reason)
 
 
-def _collective_problem(runtime: Runtime) -> Finding | None:
-    if runtime.workspace.transport == "torch":
-        return Reason.TRANSPORT, runtime.workspace.reason
-    slower = slower_collective(runtime)
+def _transport_problem(runtime: Runtime) -> Finding | None:
+    return (Reason.TRANSPORT, runtime.workspace.reason) if runtime.workspace.transport == "torch" else None
+
+
+def _slower_collective(runtime: Runtime) -> Finding | None:
+    slower = first_use.slower_collective(runtime)
     check(runtime.workspace)  # a kernel that gave up waiting raised nothing
     return None if slower is None else (Reason.SLOWER_COLLECTIVE, slower)
 
