@@ -89,7 +89,7 @@ class Trials:
         with self._kept(tables):
             for size in reversed(self.scheme_sizes):
                 plans = [choice.planner.plan(size, mode=Mode.WOVEN, scheme=scheme) for scheme in choice.tried]
-                times.append(self._time(size, [self._replay(plan, size, tables) for plan in plans]))
+                times.append(self._time(size, self._ready(size, plans, tables)))
         return times[::-1]
 
     def time_modes(self, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> list[list[float]]:
@@ -102,9 +102,8 @@ class Trials:
         with self._kept(tables):
             for size in sorted(self.sizes, reverse=True):  # small ones fit into large ones' memory
                 modes = (Mode.FUSED, Mode.WOVEN) if size >= WOVEN_ROWS else (Mode.FUSED,)
-                ours = [self._replay(self._plan(mode, size), size, tables) for mode in modes]
-                # Last, as it fills the buffers too; a replay does with whatever is there.
-                row = self._time(size, [stock(size), *ours])
+                *ours, stocks = self._ready(size, [self._plan(mode, size) for mode in modes], tables, stock)
+                row = self._time(size, [stocks, *ours])
                 times.append([*row, *[math.inf] * (3 - len(row))])
         return times[::-1]
 
@@ -145,6 +144,22 @@ class Trials:
                 self._make(plan, size, room, tables)
         torch.cuda.synchronize(runtime.device)
         torch.cuda.empty_cache()  # what ran launch by launch is not needed again
+
+    def _ready(
+        self,
+        size: int,
+        plans: Sequence[Plan],
+        tables: Tables,
+        stock: Callable[[int], Callable[[], object]] | None = None,
+    ) -> list[Callable[[], object]]:
+        """Steps to be timed, of each plan and last of ``stock``, which fills the buffers too; a replay does with whatever is there.
+        All ranks have theirs, or all raise: vLLM's collectives wait for a rank without end."""
+
+        def make() -> list[Callable[[], object]]:
+            ours = [self._replay(plan, size, tables) for plan in plans]
+            return ours if stock is None else [*ours, stock(size)]
+
+        return self._runtime.together(make)
 
     def _replay(self, plan: Plan, size: int, tables: Tables) -> Callable[[], object]:
         graph = self._make(plan, size, self._least_room(size), tables).graph

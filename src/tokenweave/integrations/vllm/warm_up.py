@@ -35,35 +35,34 @@ def warm_up(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[]
     runtime.warmed_up = True
     try:
         _measure_and_capture(runtime, tables, stock)
-    except Exception as error:  # between what ranks do together: vLLM goes on
-        log.exception("TokenWeave: the engine's steps could not be measured")
+    except Exception as error:  # whatever it is: vLLM goes on
+        log.exception("TokenWeave: steps could not be measured, or their graphs not be made")
         runtime.turn_off(Reason.ERROR, str(error))
 
 
 def _measure_and_capture(runtime: Runtime, tables: Tables, stock: Callable[[int], Callable[[], object]]) -> None:
+    """Raises on all ranks what is raised on one. Each exchange of figures is a part of its own: what ranks launch between may fail."""
     graphs, trials, choice = runtime.graphs, runtime.trials, runtime.choice
     if graphs is None or trials is None:
         return
     runtime.anywhere(False)  # all are here: a rank may capture for longer than our kernels wait for a peer
     began = time.perf_counter()
+    group, device = runtime.workspace.group, runtime.device
     if choice.mode in (None, Mode.WOVEN) and trials.scheme_sizes:
         times = _together(runtime, lambda: trials.time_schemes(tables))
-        if times is None:
-            return
-        _choose_schemes(runtime, trials.scheme_sizes, slowest(times, runtime.workspace.group, runtime.device))
+        _together(runtime, lambda: _choose_schemes(runtime, trials.scheme_sizes, slowest(times, group, device)))
     if trials.measures_modes:
-        timed = _together(runtime, lambda: (trials.time_modes(tables, stock), trials.time_launching(tables)))
-        if timed is None:
-            return
-        group, device = runtime.workspace.group, runtime.device
-        modes, (launching,) = slowest(timed[0], group, device), slowest([timed[1]], group, device)
+        timed, mine = _together(runtime, lambda: (trials.time_modes(tables, stock), trials.time_launching(tables)))
+        modes, (launching,) = _together(
+            runtime, lambda: (slowest(timed, group, device), slowest([mine], group, device))
+        )
         choice.measured = Measured.of(trials.sizes, modes, launching)
         if runtime.steps.first_rank:
             log.info("TokenWeave: ms of a step: %s", choice.measured)
-    most = _graphs_left(runtime, trials, began)
+    most = _together(runtime, lambda: _graphs_left(runtime, trials, began))
     _together(runtime, lambda: trials.make_graphs(tables, most))
-    if runtime.off is None and trials.captured:
-        _, runtime.ways.price_ms = _cost_so_far(runtime, trials, began)
+    if trials.captured:
+        _, runtime.ways.price_ms = _together(runtime, lambda: _cost_so_far(runtime, trials, began))
     if runtime.steps.first_rank:
         log.info("TokenWeave: %d step graphs, made in %.1f s", len(graphs), time.perf_counter() - began)
 
@@ -92,17 +91,13 @@ def _choose_schemes(runtime: Runtime, sizes: Sequence[int], times: Sequence[Sequ
     runtime.choice.schemes = best
 
 
-def _together(runtime: Runtime, call: Callable[[], T]) -> T | None:
-    """The result of a call that all ranks make; None, with everything turned off, if it failed on any of them."""
-    result, failed = None, None
-    try:
+def _together(runtime: Runtime, call: Callable[[], T]) -> T:
+    """:meth:`Runtime.together`, and a failure too where a kernel of ours gave up waiting, which raised nothing."""
+
+    def checked() -> T:
         with torch.inference_mode():
             result = call()
-        check(runtime.workspace)  # a kernel that gave up waiting raised nothing
-    except Exception as error:  # whatever it is: vLLM goes on
-        log.exception("TokenWeave: graphs could not be made")
-        failed = error
-    if not runtime.anywhere(failed is not None):
+        check(runtime.workspace)
         return result
-    runtime.turn_off(Reason.ERROR, str(failed or "on another rank"))
-    return None
+
+    return runtime.together(checked)
