@@ -10,13 +10,12 @@ the last one by name is shown.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
 
 from generated import command
-from measured_tables import ROOT, TableError, rendered
+from measured_tables import ROOT, read, rendered
 
 _PLACE = re.compile(r"(<!-- table: (?P<name>[\w.-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOTHING = "No figures have been published here yet."
@@ -30,11 +29,8 @@ def measured(folder: Path) -> dict[str, str]:
     """
     found = {}
     for path in sorted(folder.glob("*.json")):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise TableError(f"{path.name} is not JSON: {error}") from None
-        for name, table in result.get("tables", {}).items() if isinstance(result, dict) else ():
+        result = read(path)
+        for name, table in result.get("tables", {}).items():
             found[name] = rendered(table, result.get("machine"), path.name, f"tables.{name}")
     return found
 

@@ -99,7 +99,7 @@ def inside_vllm(folder: Path) -> str:
 
 
 def _shown(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(pattern))]
+    results = [read(path) for path in sorted(folder.glob(pattern))]
     if shown := [result for result in results if "table" in result]:
         return shown
     raise TableError(f"{folder}: no {pattern} has a table")
@@ -124,12 +124,22 @@ def filled(document: str, name: str, section: str) -> str:
     return f"{before}{first}\n{section}\n{last}{after}"
 
 
-def _table(path: Path) -> str:
+def read(path: Path) -> dict[str, Any]:
+    """A result file's object; {} for one that holds something else.
+
+    Raises:
+        TableError: it is not JSON.
+    """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise TableError(f"{path.name} is not JSON: {error}") from None
-    table = result.get("table") if isinstance(result, dict) else None
+    return result if isinstance(result, dict) else {}
+
+
+def _table(path: Path) -> str:
+    result = read(path)
+    table = result.get("table")
     if table is None:
         return ""
     found = rendered(table, result.get("machine"), path.name, "table")

@@ -44,14 +44,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     model = planner.model
     print(f"{args.model}, tp {args.tp} on {model.gpu.name}, transport {model.transport}, {model.costs.runtime.name}")
-    if args.gpu is None and planner.model.gpu.arch == "cpu":
+    if args.gpu is None and model.gpu.arch == "cpu":
         print("note: no GPU here, so this is for this machine's CPU; name a GPU with --gpu (h200)")
     if args.gpu is not None and os.environ.get(VARIABLE, "off").casefold() not in ("", "off"):
         print(f"note: {VARIABLE} is not used: --gpu asks for the data sheet; leave it out for a table of this machine")
     switch = multicast_switched_off(os.environ)
     if switch is not None and args.gpu is not None and args.transport is None and model.transport == "multimem":
         print(f"note: {switch} is not used: --gpu asks for the data sheet; --transport p2p does without multicast")
-    if (note := caveat(planner.model.costs, planner.model.config)) is not None:
+    if (note := caveat(model.costs, model.config)) is not None:
         print(f"note: {note}")
     for explanation in explained:
         print("\n" + text(explanation, full=args.explain))

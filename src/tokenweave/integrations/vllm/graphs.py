@@ -210,13 +210,10 @@ class Graphs:
 
     def _capture_together(self, found: Graph) -> None:
         self._expect_intact()
-        failed = None
         try:
-            self.capture(found)
-        except Exception as error:  # whatever it is, the other ranks have to hear of it
-            failed = error
-        if self._runtime.anywhere(failed is not None):
-            raise CaptureError(f"a step's graph could not be captured: {failed or 'another rank says why'}") from failed
+            self._runtime.together(lambda: self.capture(found))
+        except Exception as error:
+            raise CaptureError(f"a step's graph could not be captured: {error}") from error
 
     def _follow(self, tables: Tables) -> None:
         """All graphs will read what they read from where it is by now: what was captured is dropped."""

@@ -46,10 +46,11 @@ class Unrecoverable(CollectiveError):
     """The engine has to end: neither TokenWeave nor stock vLLM can go on from here."""
 
 
-def close(overlap: Overlap, workspace: Workspace) -> None:
+def close(overlap: Overlap, workspace: Workspace | None) -> None:
     """Gives a runtime's buffers back, its thread and its group."""
     overlap.close()
-    workspace.close()
+    if workspace is not None:
+        workspace.close()
 
 
 class Runtime:
@@ -327,9 +328,7 @@ class Runtime:
 
     def close(self) -> None:
         """Gives the buffers back, as far as there are any."""
-        self._overlap.close()
-        if hasattr(self, "workspace"):
-            self.workspace.close()
+        close(self._overlap, getattr(self, "workspace", None))
 
     def close_with(self, owner: object) -> None:
         """Closes when ``owner`` is gone; not as the program exits, when all memory goes."""
