@@ -4,9 +4,11 @@ Protocols and results are those of ranks with a GPU each; what they take says no
 (:func:`side_by_side`), or, where that does not start, in turns: one that waits in a kernel then keeps the GPU for its time slice of some
 milliseconds.
 
-Four ranks under MPS pass the collective's tests, and half of the engine's: with step graphs, a rank at times starts nothing for a
-collective's whole time limit, and the others give up. Why is not known; shares of 32 and of 30 SMs are alike in it.
-``TOKENWEAVE_TEST_TURNS=1`` lets ranks take turns in any case, and four pass the engine's tests then.
+A share is a number of SMs, none of which is a rank's own: several ranks' may be the same ones, and blocks that wait for a rank then
+leave it no room. Four ranks under MPS pass the collective's tests, and not all of the engine's, in which a rank at times starts
+nothing for a collective's whole time limit, and the others give up: of those that compare modes and graphs a third with shares of 32 and of
+30 SMs, bf16 only, and each of the first three, fp32 too, with all 132 for everyone. ``TOKENWEAVE_TEST_TURNS=1`` lets ranks take turns
+in any case, and four pass the engine's tests then.
 """
 
 from __future__ import annotations

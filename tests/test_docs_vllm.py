@@ -10,7 +10,14 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 VLLM = "h200x2-vllm-llama-3.1-8b.json"
-SHARED = ("8b-4-layers", "8b-4-layers-fp8", "smollm2", "smollm2-text")  # of h200-shared-vllm-check
+SHARED = (
+    "8b-4-layers",
+    "8b-4-layers-fp8",
+    "mixtral-8x7b-4-layers",
+    "qwen2.5-72b-4-layers",
+    "smollm2",
+    "smollm2-text",
+)  # of h200-shared-vllm-check
 WITHOUT_GRAPH = {384: 512, 768: 1024, 896: 1024, 1280: 1536}  # of the sizes measured, and whose graph they ran in
 
 
@@ -253,6 +260,18 @@ def test_what_is_said_of_ranks_that_share_a_gpu():
     broken = [layouts[mode]["largest_tie_broken"] for mode in modes]
     assert broken[0] is None
     assert "at most {:.2f} and {:.2f}".format(*broken[1:]) in text
+    for name, said in (
+        ("qwen2.5-72b-4-layers", "{:.0f} %, {:.0f} % and {:.0f} % of the tokens were equal, log-probabilities"),
+        ("mixtral-8x7b-4-layers", "it was {:.0f} %, {:.0f} % and {:.0f} %, and log-probabilities"),
+    ):
+        layouts = results[name]["layouts"]
+        assert said.format(*(100 * layouts[mode]["equal_tokens"] for mode in modes)) in text
+        far = max(layouts[mode]["largest_logprob_difference"] for mode in modes)
+        assert f"differed by up to {far:.2f} " in text
+        assert results[name]["environment"]["sms"] == 66
+        assert "step_ms_at_start" not in results[name]
+    broken = [results["qwen2.5-72b-4-layers"]["layouts"][mode]["largest_tie_broken"] for mode in modes]
+    assert f"up to {max(broken):.2f} and no broken tie was larger" in text
     turns = [results["smollm2"][f"requests_{turn}"] for turn in range(2)]
     # A step with a hazard is counted as fused, too.
     steps = [sum(turn["modes"].values()) + sum(turn["reasons"].values()) - 1 for turn in turns]

@@ -11,6 +11,10 @@ of them then arrives at the stage's mbarrier, and the producer waits for that ar
 racecheck (2025.3.1 of CUDA 13.0, 2026.4.0 of 13.5) does not take that arrival for the others' too and reports every refill. So
 it gets the ring from sources in which each reader arrives for itself (``kernel_edits.EACH_READER_FREES``), the only thing
 that differs. What it cannot say a word about is the one arrival for all.
+
+Under racecheck that ring at times stands still for good: with one block, vectors in float32 and a bias 3 of 21 processes, beside each
+other and alone, and none of 12 of the ring as it is shipped, which is reported but ends (docs/collective.md). Its warps have met again (BSYNC, WARPSYNC in its
+SASS) wherever they wait for others, so what holds it is taken to be the tool, and a process that is not done in time is started once more.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +36,10 @@ import pytest
 TOOL = shutil.which("compute-sanitizer")
 PROGRAM = Path(__file__).with_name("alone_cases.py")
 LIMIT = 180  # seconds for all processes of a test; without hazards a case of the ring takes racecheck 10 to 15
+AGAIN = 90  # seconds for those that are started once more, with the GPU almost to themselves
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(LIMIT + 60),
+    pytest.mark.timeout(LIMIT + AGAIN + 60),
     pytest.mark.skipif(TOOL is None, reason="compute-sanitizer is not on the PATH"),
 ]
 KERNELS = ("twoshot", "oneshot", "add_rmsnorm")  # torch's own are not looked at, which takes most of the time
@@ -41,31 +47,64 @@ KERNELS = ("twoshot", "oneshot", "add_rmsnorm")  # torch's own are not looked at
 
 @dataclass(frozen=True)
 class Check:
-    """A tool, how many processes share the cases, their further arguments, and the planted mistakes that it has to find."""
+    """A tool, how many processes share the cases, their further arguments, and the planted mistakes that it has to find.
+
+    ``limits``: seconds for all processes, and then for those that are started once more.
+    """
 
     tool: str
     processes: int
     arguments: tuple[str, ...]
     mistakes: tuple[str, ...]
+    limits: tuple[int, ...] = (LIMIT,)
 
 
 CHECKS = (
     Check("memcheck", 4, (), ("memory",)),
-    Check("racecheck", 11, ("--each-reader-frees",), ("sum", "refill")),  # a case of the ring at most in each
+    # a case of the ring at most in each
+    Check("racecheck", 11, ("--each-reader-frees",), ("sum", "refill"), (LIMIT, AGAIN)),
 )
 
 
 @dataclass(frozen=True)
+class Command:
+    """The program's arguments, the tool that it runs under, and the file for what both print."""
+
+    log: Path
+    tool: str
+    arguments: tuple[str, ...]
+    gpus: int = 1
+
+
+@dataclass(frozen=True)
 class Run:
-    """A process under a tool, and what it prints."""
+    """A process of a command, and what it prints."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
+    @property
+    def late(self) -> bool:
+        """Whether a limit ended it."""
+        return self.process.returncode == -signal.SIGKILL
 
-def _start(log: Path, tool: str, *arguments: str, gpus: int = 1) -> Run:
+
+def _run(commands: Sequence[Command], limits: Sequence[int] = (LIMIT,)) -> list[Run]:
+    """All at once; one that a limit ended is started again, with a file of its own, while there is a further limit."""
+    runs: dict[Command, Run] = {}
+    for number, limit in enumerate(limits):
+        again = [command for command in commands if command not in runs or runs[command].late]
+        if number and again:
+            print(f"started again: {[command.log.name for command in again]}, which were not done in {limits[0]} s")
+        started = {command: _start(command, command.log.with_suffix(f".{number}.log")) for command in again}
+        _wait(list(started.values()), limit)
+        runs |= started
+    return [runs[command] for command in commands]
+
+
+def _start(command: Command, log: Path) -> Run:
     ours = [word for name in KERNELS for word in ("--kernel-name", f"kernel_substring={name}")]
-    options = ["--tool", tool, "--target-processes", "application-only", "--print-limit", "20"]
+    options = ["--tool", command.tool, "--target-processes", "application-only", "--print-limit", "20"]
     options += [
         "--report-api-errors",
         "no",
@@ -77,19 +116,17 @@ def _start(log: Path, tool: str, *arguments: str, gpus: int = 1) -> Run:
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": path,
         "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(visible[:gpus]),
+        "CUDA_VISIBLE_DEVICES": ",".join(visible[: command.gpus]),
     }
-    command = [TOOL, *options, *ours, sys.executable, str(PROGRAM), *arguments]
+    words = [TOOL, *options, *ours, sys.executable, str(PROGRAM), *command.arguments]
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
     return Run(process, log)
 
 
-def _wait(runs: list[Run]) -> None:
+def _wait(runs: list[Run], limit: int) -> None:
     """Until all have ended, or the limit ends them: the tools, and the programs under them, which would go on alone."""
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + limit
     try:
         for run in runs:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -105,9 +142,9 @@ def _expect_ends(runs: list[Run]) -> None:
     """All have ended by themselves; first shows how far each has come."""
     for run in runs:
         print(f"{run.log}:", *re.findall(r"^ *[0-9.]+ s  .*$", run.log.read_text(), re.M), sep="\n  ")
-    late = [run for run in runs if run.process.returncode == -signal.SIGKILL]
+    late = [run for run in runs if run.late]
     last = "\n".join(f"{run.log}:\n{run.log.read_text()[-3000:]}" for run in late)
-    assert not late, f"{len(late)} of {len(runs)} processes were not done after {LIMIT} s:\n{last}"
+    assert not late, f"{len(late)} of {len(runs)} processes were not done in time:\n{last}"
 
 
 def _findings(run: Run) -> int:
@@ -125,14 +162,15 @@ def _expect_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.tool)
 def test_kernels_under(check, tmp_path):
-    parts = [("--part", f"{part}/{check.processes}") for part in range(check.processes)]
-    runs = [_start(tmp_path / f"{n}.log", check.tool, *part, *check.arguments) for n, part in enumerate(parts)]
-    planted = {name: _start(tmp_path / f"{name}.log", check.tool, "--plant", name) for name in check.mistakes}
-    _wait([*runs, *planted.values()])
-    _expect_ends([*runs, *planted.values()])
-    found = {name: _findings(run) for name, run in planted.items()}
+    parts = [("--part", f"{part}/{check.processes}", *check.arguments) for part in range(check.processes)]
+    planted = [("--plant", name) for name in check.mistakes]
+    commands = [Command(tmp_path / str(n), check.tool, part) for n, part in enumerate(parts)]
+    commands += [Command(tmp_path / name, check.tool, (word, name)) for word, name in planted]
+    runs = _run(commands, check.limits)
+    _expect_ends(runs)
+    found = {name: _findings(run) for name, run in zip(check.mistakes, runs[len(parts) :], strict=True)}
     assert all(found.values()), f"{check.tool} does not see a planted mistake: {found}, {tmp_path}"
-    for run in runs:
+    for run in runs[: len(parts)]:
         _expect_nothing(run)
     print(f"{check.tool}: nothing found; of planted mistakes, {found}")
 
@@ -141,11 +179,8 @@ def test_kernels_under(check, tmp_path):
 def test_two_ranks_under_memcheck(tmp_path):
     """Two processes as always, each under the tool: memory of the peer that is mapped, kernels that do wait."""
     store = str(tmp_path / "store")
-    runs = [
-        _start(tmp_path / f"rank{rank}.log", "memcheck", "--rank", str(rank), "--store", store, gpus=2)
-        for rank in range(2)
-    ]
-    _wait(runs)
+    arguments = [("--rank", str(rank), "--store", store) for rank in range(2)]
+    runs = _run([Command(tmp_path / f"rank{rank}", "memcheck", words, 2) for rank, words in enumerate(arguments)])
     _expect_ends(runs)
     for run in runs:
         _expect_nothing(run)

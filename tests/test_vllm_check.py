@@ -114,3 +114,23 @@ def test_random_weights_are_numbers(monkeypatch: pytest.MonkeyPatch, dtype: torc
     assert weight.std().item() == pytest.approx(100 if dtype == torch.float8_e4m3fn else 1024**-0.5, rel=0.02)
     numbers = check._fp8_numbers((2048, 1024), torch.Generator().manual_seed(1))  # newer torch would clamp them itself
     assert numbers.abs().max().item() == torch.finfo(torch.float8_e4m3fn).max == 448
+
+
+@pytest.mark.parametrize("kernel", ["marlin", "machete"])
+def test_random_4_bit_weights_have_no_mean(monkeypatch: pytest.MonkeyPatch, kernel: str):
+    """As vLLM's kernels take them after loading: with zero points packed, or scaled, negative, to be added."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    packed, groups = torch.zeros(1024, 128, dtype=torch.int32), torch.zeros(32, 1024, dtype=torch.float16)
+    zeros = torch.zeros(32, 128, dtype=torch.int32) if kernel == "marlin" else groups.clone()
+    model = torch.nn.Module()
+    for name, data in (("qweight", packed), ("scales", groups), ("qzeros", zeros)):
+        model.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+    check._randomise(SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+
+    def codes(words: torch.Tensor) -> torch.Tensor:
+        return torch.stack([words >> shift & 15 for shift in range(0, 32, 4)]).double()
+
+    scale = model.scales.double().mean()
+    zero = scale * codes(model.qzeros) if kernel == "marlin" else -model.qzeros.double()
+    weight = scale * codes(model.qweight)
+    assert abs(weight.mean() - zero.mean()) < 0.05 * weight.std()

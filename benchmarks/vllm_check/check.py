@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions are sent to the workers
 
 MODES = ("stock", "fused", "woven")
+SCALE_OF_4_BITS = 3e-3
 
 
 # ---- on the workers; a runtime's sequential mode is vLLM's own path
@@ -69,7 +70,8 @@ def _switch(worker: Any, mode: str) -> None:
 def _randomise(worker: Any) -> None:
     """Weights at which every layer matters: vLLM's dummy weights leave the residual almost as the embedding made it.
 
-    Quantised ones get random codes, and one scale that makes of them about what the others are.
+    Quantised ones get random codes, one scale that makes of them about what the others are, and no mean: with one, rows of an
+    MLP become thousands of times as large as fp16 goes. Zero points are codes too, or (vLLM's Machete) floats that are added.
     """
     import torch
 
@@ -81,7 +83,9 @@ def _randomise(worker: Any) -> None:
         for name, parameter in parameters.items():
             data = parameter.data
             if "scale" in name:  # of fp8 codes with a deviation of 100, of 4-bit codes with one of 5; 4096 inputs
-                data.fill_(1.5e-4 if data.dtype == torch.float32 else 3e-3)
+                data.fill_(1.5e-4 if data.dtype == torch.float32 else SCALE_OF_4_BITS)
+            elif "zeros" in name and data.is_floating_point():
+                data.fill_(-7.5 * SCALE_OF_4_BITS)
             elif data.dtype == torch.float8_e4m3fn:
                 for part in data.split(1024):
                     part.copy_(_fp8_numbers(part.shape, own))
