@@ -47,6 +47,44 @@ def int8_model(folder: Path, variant: str = "llama-bias") -> Path:
     return folder
 
 
+def awq_model(folder: Path, group: int = 32) -> Path:
+    """Saves :func:`tiny_model` with linear layers of 4-bit weights, each ``group`` inputs with a scale and a zero point (AWQ)."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tiny_model(folder, "llama", hidden_size=128, intermediate_size=256, num_attention_heads=4)
+
+    def packed(codes: torch.Tensor) -> torch.Tensor:
+        """[rows, outputs] -> int32 [rows, outputs / 8], in AWQ's order."""
+        words = codes.to(torch.int64).view(len(codes), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+        return (words << torch.arange(0, 32, 4)).sum(-1).to(torch.uint32).view(torch.int32)
+
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        groups = stored.pop(name).t().unflatten(0, (-1, group))  # [groups, inputs of each, outputs]
+        least, most = groups.amin(1, keepdim=True).clamp_max(0), groups.amax(1, keepdim=True)
+        scale = ((most - least) / 15).half().float()
+        zero = (-least / scale).round().clamp(0, 15)
+        codes = ((groups / scale).round() + zero).clamp(0, 15)
+        layer = name.removesuffix("weight")
+        stored[layer + "qweight"] = packed(codes.flatten(0, 1))
+        stored[layer + "qzeros"] = packed(zero.squeeze(1))
+        stored[layer + "scales"] = scale.squeeze(1).half().contiguous()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def unknown_model(folder: Path) -> Path:
     """Saves a random model of an architecture that the plugin does not know."""
     import transformers
