@@ -124,7 +124,7 @@ def run(what: Alone, seed: int, rounds: int = 2) -> None:
         _compile(kernels)
         results = alone.run(calls)
         for workspace, of, result in zip(ranks.workspaces, calls, results, strict=True):
-            cuda_backend.check(workspace)
+            workspace.check()
             assert torch.equal(_bits(result[: what.real]), _bits(results[0][: what.real])), f"ranks differ: {what}"
             _check(what, data, of, result, seed + number)
             _expect_untouched(workspace._data[1, 0 if of.out is None else of.results :])
@@ -269,7 +269,7 @@ def run_as_rank(rank: int, store: str) -> None:
             data = make(case, 2, number)
             residual, rows = call(case, data, workspace)
             torch.cuda.synchronize()
-            cuda_backend.check(workspace)
+            workspace.check()
             check(case, data, residual, rows, workspace, rounded_sum=what.transport != "p2p")
             dist.barrier()
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from collective_cases import EPS, Case, bits, call, check, is_poison, make, poison
 from ranks import run_ranks
-from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.collective.call import Layout
 from tokenweave.collective.rows import owned_rows
 
@@ -126,7 +126,7 @@ def checked(
     dist.barrier()
     run()
     torch.cuda.synchronize()
-    cuda_backend.check(workspace)
+    workspace.check()
     tolerance = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}[workspace.dtype]
     if TRANSPORT != "p2p":
         tolerance *= 1.5  # the switch rounds the sum before the residual is added: one rounding more
@@ -213,7 +213,7 @@ def check_options(seed: int) -> int:
             data = make(case, workspace.world_size, seed + number)
             residual, result = call(case, data, workspace)
             torch.cuda.synchronize()
-            cuda_backend.check(workspace)
+            workspace.check()
             check(case, data, residual, result, workspace, rounded_sum=workspace.transport != "p2p")
             for other in gathered(result):
                 assert torch.equal(bits(other), bits(result)), case

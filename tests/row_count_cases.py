@@ -13,7 +13,7 @@ import fp8_cases
 from collective_cases import EPS, Case, Data, check, is_poison, make, on, poison
 from fp8_cases import E4M3, Quantised, Result
 from gpu_cases import gathered, opened
-from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
 from tokenweave.collective.symmetric import oneshot_rows
 
@@ -67,7 +67,7 @@ def check_row_count(counted: Counted, seed: int) -> None:
             count.fill_(real)
             graph()
             torch.cuda.synchronize()
-            cuda_backend.check(workspace)
+            workspace.check()
             _check(counted, data, workspace, real, residual, seed)
             found = [_bytes(part).clone() for part in _outputs(counted, workspace, real)]
             for part in filter(torch.Tensor.numel, found):

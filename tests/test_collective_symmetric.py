@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch.distributed._symmetric_memory as symm
 from collective_cases import fresh_seed
 from ranks import run_ranks
 from tokenweave import Workspace
+from tokenweave.bench.kernel import alone
 from tokenweave.collective import cuda_backend, selftest, symmetric, torch_backend, workspace
 from tokenweave.collective.symmetric import FLAG_BYTES, RECORD_WORDS, SENTINELS, STATE_WORDS, Symmetric
 from tokenweave.errors import CollectiveError
@@ -118,3 +120,23 @@ def test_a_workspace_is_not_created_while_a_stream_captures(monkeypatch, transpo
     with pytest.raises(CollectiveError, match=r"captures a CUDA graph, .* create the workspace before"):
         Workspace(None, max_tokens=9, hidden=64, dtype=torch.float32, device="cuda", transport=transport)
     assert set(workspace._open) == before
+
+
+def test_check_says_what_a_kernel_recorded() -> None:
+    """Without a call after it, as where graphs are replayed. A torch transport has no record, nor has what is closed."""
+    cpu = torch.device("cpu")
+    (workspace, other) = alone.open_ranks([cpu, cpu], max_tokens=4, hidden=8, dtype=torch.float32).workspaces
+    workspace.check()
+    words = [1, 2, 0, 1, 5, 9, 8, 0xABCDEF]  # csrc/barrier.cuh, give_up
+    workspace.symmetric.record[0] = torch.tensor(words, dtype=torch.int32)
+    said = (
+        "rank 0 waited longer than the time limit: peer 1, channel 0, phase end, block 5, epoch 9 (the peer is at 8, "
+        "launch 0x00abcdef)"
+    )
+    with pytest.raises(CollectiveError, match=re.escape(said) + ".* close the workspace on all ranks"):
+        workspace.check()
+    other.check()
+    workspace.close()
+    workspace.check()
+    with Workspace(None, max_tokens=4, hidden=8, dtype=torch.float32) as plain:
+        plain.check()

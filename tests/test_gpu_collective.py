@@ -27,7 +27,7 @@ from gpu_cases import (
     refill,
     same_bits,
 )
-from tokenweave.collective import cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective import fused_allreduce_rmsnorm
 from tokenweave.collective.rows import owned_rows
 from tokenweave.errors import CollectiveError
 
@@ -75,7 +75,7 @@ def _float32_vectors(seed: int) -> None:
             data = rounding_cases.make(case, workspace.world_size, seed)
             residual, rows = call(case, data, workspace)
             torch.cuda.synchronize()
-            cuda_backend.check(workspace)
+            workspace.check()
             rounding_cases.check(case, data, residual, rows, workspace)
             assert all(torch.equal(bits(other), bits(rows)) for other in gathered(rows)), f"ranks differ: {case}"
     with opened(8, 4096) as workspace:
@@ -208,7 +208,7 @@ def _random_calls(calls: int, seed: int) -> tuple[int, int, float]:
                     workspace.buffer(2100).normal_()
             rows_done += tokens
         torch.cuda.synchronize()
-        cuda_backend.check(workspace)
+        workspace.check()
         del graphs, graph
     assert min(compared.values()) > calls // 1000, compared
     return rows_done, sum(compared.values()), time.perf_counter() - began

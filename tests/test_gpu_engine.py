@@ -123,7 +123,7 @@ def _close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: st
 def _done(engine: Engine) -> None:
     """Waits for what was launched; an error where a collective gave up, before its rows are compared."""
     torch.cuda.synchronize()
-    execution.check(engine.workspace)
+    engine.workspace.check()
 
 
 def _logits(engine: Engine, rows: torch.Tensor, what: str) -> torch.Tensor:

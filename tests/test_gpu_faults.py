@@ -23,7 +23,7 @@ from gpu_cases import (
     on_ranks,
     opened,
 )
-from tokenweave.collective import cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective import fused_allreduce_rmsnorm
 from tokenweave.errors import CollectiveError
 
 pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
@@ -41,7 +41,7 @@ def _a_peer_that_does_not_come(layout: str) -> str:
         torch.cuda.synchronize()  # returns: the wait has a limit
         assert time.perf_counter() - began < 4
         with pytest.raises(CollectiveError) as caught:
-            cuda_backend.check(workspace)
+            workspace.check()
         message = str(caught.value)
         with pytest.raises(CollectiveError):  # poisoned from now on
             fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout, channel=1)
@@ -75,7 +75,7 @@ def _a_rank_that_is_late(layout: str, ctas: int | None) -> tuple[str, float]:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     with pytest.raises(CollectiveError) as caught:
-        cuda_backend.check(workspace)
+        workspace.check()
     dist.barrier()
     workspace.close()
     return str(caught.value), seconds
@@ -102,7 +102,7 @@ def _ranks_that_differ(layout: str) -> str:
     torch.cuda.synchronize()
     assert time.perf_counter() - began < 4, "a mismatch is an error at once, not after the time limit"
     with pytest.raises(CollectiveError) as caught:
-        cuda_backend.check(workspace)
+        workspace.check()
     dist.barrier()
     workspace.close()
     return str(caught.value)
@@ -126,7 +126,7 @@ def _killed(layout: str, folder: str) -> None:
     fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout)
     torch.cuda.synchronize()
     try:
-        cuda_backend.check(workspace)
+        workspace.check()
     except CollectiveError as error:
         Path(folder, f"rank{workspace.rank}").write_text(str(error))
 

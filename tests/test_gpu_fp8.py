@@ -15,7 +15,7 @@ import torch.distributed as dist
 from collective_cases import EPS, Case, fresh_seed, make
 from fp8_cases import E4M3, Quantised, call, check, fingerprint
 from gpu_cases import RANKS, SMALL, TRANSPORT, fresh, gathered, on_ranks, opened, random_case
-from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.errors import CollectiveError
 
 pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
@@ -25,7 +25,7 @@ def _run(q: Quantised, workspace: Workspace, seed: int) -> tuple[torch.Tensor, t
     """One call against float64, the same bits on all ranks; returns the bits."""
     result = call(q, workspace, seed)
     torch.cuda.synchronize()
-    cuda_backend.check(workspace)
+    workspace.check()
     check(q, result, workspace, seed)
     device = workspace.device
     for mine in filter(torch.Tensor.numel, fingerprint(result)):
@@ -151,7 +151,7 @@ def _replay(seed: int) -> None:
                 rows.view(torch.uint8).fill_(0x7F)
                 graph.replay()
             torch.cuda.synchronize()
-            cuda_backend.check(workspace)
+            workspace.check()
             assert torch.equal(rows.view(torch.uint8), wanted[0])
             assert torch.equal(scales, wanted[1])
             partial.copy_(start)

@@ -16,7 +16,7 @@ from collective_cases import EPS, bits, fresh_seed
 from gpu_cases import RANKS, gathered, on_ranks, opened
 from row_count_cases import COUNTED, check_row_count
 from shared_gpu import gpus_as_they_are
-from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 
 pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
 MOST, HIDDEN = 2048, 4096
@@ -144,7 +144,7 @@ def _shared_channel(replays: int, seed: int) -> tuple[int, float]:
                 assert chain.right(), f"{chain.tokens} rows, {chain.layout}, after {done} replays"
             done += len(burst)
         seconds = time.perf_counter() - began
-        cuda_backend.check(workspace)
+        workspace.check()
         for chain in chains:
             chain.graph = None
     return done, seconds
@@ -185,7 +185,7 @@ def _in_flight(rounds: int, seed: int) -> None:
             for stream in streams:
                 torch.cuda.current_stream().wait_stream(stream)
             assert all(chain.right() for chain in pair)
-        cuda_backend.check(workspace)
+        workspace.check()
         for chain in (*sides[0], *sides[1]):
             chain.graph = None
 

@@ -19,7 +19,7 @@ from gpu_cases import (
     on_ranks,
     opened,
 )
-from tokenweave.collective import Workspace, cuda_backend, fused_allreduce_rmsnorm
+from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.errors import CollectiveError
 
 pytestmark = [pytest.mark.gpu(count=RANKS), pytest.mark.timeout(180)]
@@ -99,7 +99,7 @@ def _two_groups(seed: int) -> None:
                 total += part.double()
             rows, _ = fused_allreduce_rmsnorm(partial, residual, weight, EPS, workspace, layout=layout)
             torch.cuda.synchronize()
-            cuda_backend.check(workspace)
+            workspace.check()
             rounded = total.bfloat16().double()
             expected = rounded * torch.rsqrt(rounded.pow(2).mean(-1, keepdim=True) + EPS) * weight.double()
             expect_close(rows, expected, 2, f"group {n}, {tokens=} {layout=}")

@@ -167,7 +167,6 @@ def _no_gpu():
             "gated": gated,
             "sm_budget": budget,
             "fused_allreduce_rmsnorm": _fused,
-            "check": lambda workspace: None,
             "MAX_POSITIONS": 1 << 12,
         },
         rig: {"MAX_POSITIONS": 1 << 12},

@@ -151,7 +151,7 @@ def measure(tokens: int, workspace: Workspace, fusion: FlashInferFusion | None, 
         return clock.replay(graph, lambda: residual.copy_(normal), replays=3)
 
     turns = take_turns({name: functools.partial(sample, graph) for name, graph in graphs.items()}, ROUNDS)
-    cuda_backend.check(workspace)
+    workspace.check()
     times = slowest_rank(turns, me.group, me.device)
     table = []
     for way in found:

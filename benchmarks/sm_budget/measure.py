@@ -31,7 +31,6 @@ from tokenweave.bench.timing import MIN_ROUNDS, GraphClock, median_estimate, pai
 from tokenweave.collective import Workspace, fused_allreduce_rmsnorm
 from tokenweave.cuda.sm_budget import sm_budget
 from tokenweave.errors import TokenWeaveError
-from tokenweave.execution import check
 from tokenweave.files import write_result
 
 HIDDEN = 4096
@@ -269,7 +268,7 @@ class Bench:
 
     def _timed(self, modes: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
         times = paired_rounds(modes, self.rounds, after_round=self.monitor.sample)
-        check(self.workspace)
+        self.workspace.check()
         return slowest_rank(times, self.group, self.device)
 
     def _gemm(self, name: str, rows: int) -> Callable[[], object]:

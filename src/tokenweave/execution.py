@@ -43,14 +43,6 @@ def overlap_of(plan: Plan, overlap: Overlap) -> Overlap:
     return StartAt(overlap, plan.start_at) if plan.start_at else overlap
 
 
-def check(workspace: Workspace) -> None:
-    """Raises CollectiveError if a collective of this workspace has failed, as far as the host can know; waits for nothing."""
-    if workspace.transport != "torch":
-        from tokenweave.collective import cuda_backend
-
-        cuda_backend.check(workspace)
-
-
 def _sequential(
     workspace: Workspace,
     partial: torch.Tensor,

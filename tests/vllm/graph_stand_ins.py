@@ -95,7 +95,7 @@ def make_runtime(mode: Mode | None = None, max_length: int = 1500) -> Any:
     runtime.device, runtime.choice = torch.device("cuda"), Choice(planner(), mode, plain=True)
     runtime.steps, runtime.off, runtime.warmed_up = Steps(), None, False
     runtime.workspace = SimpleNamespace(
-        group=None, transport="torch", buffer=lambda rows: torch.zeros(rows, 4), world_size=2
+        check=lambda: None, group=None, transport="torch", buffer=lambda rows: torch.zeros(rows, 4), world_size=2
     )
     runtime.requests = SimpleNamespace(hazard=lambda step, cut: False, planned=lambda step: None)
     runtime.model = SimpleNamespace(

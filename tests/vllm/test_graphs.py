@@ -185,11 +185,11 @@ def test_a_collective_that_failed_ends_the_engine(when: str, monkeypatch: pytest
     runtime, buffers, failed = make_runtime(Mode.FUSED), Buffers(), []
     kept = runtime.residual
 
-    def check(workspace: Any) -> None:
+    def check() -> None:
         if failed:
             raise CollectiveError("collective failed: rank 1 waited")
 
-    monkeypatch.setattr(runtime_module, "check", check)
+    monkeypatch.setattr(runtime.workspace, "check", check)
     assert run(runtime, buffers, [1000]) is not None
     if when == "before the step":
         failed.append(True)
@@ -211,11 +211,11 @@ def test_a_collective_that_failed_for_a_graph_that_is_not_made_leaves_stock(monk
     """The other rank could not launch what runs before a capture, this one's kernels waited for it in vain: in no step."""
     runtime, buffers, failed = make_runtime(Mode.FUSED), Buffers(), []
 
-    def check(workspace: Any) -> None:
+    def check() -> None:
         if failed:
             raise CollectiveError("collective failed: rank 0 waited")
 
-    monkeypatch.setattr(runtime_module, "check", check)
+    monkeypatch.setattr(runtime.workspace, "check", check)
     monkeypatch.setattr(runtime.graphs, "capture", lambda found: failed.append(True))
     runtime.anywhere = lambda true: True
     assert run(runtime, buffers, [1000]) is None
@@ -229,10 +229,10 @@ def test_no_graph_is_made_behind_a_collective_that_failed(monkeypatch: pytest.Mo
     step, tables = buffers.step([1000])
     planned = runtime.prepare(step, tables)
 
-    def check(workspace: Any) -> None:
+    def check() -> None:
         raise CollectiveError("collective failed: rank 0 waited")
 
-    monkeypatch.setattr(runtime_module, "check", check)
+    monkeypatch.setattr(runtime.workspace, "check", check)
     monkeypatch.setattr(runtime.graphs, "capture", lambda found: pytest.fail("captured"))
     with pytest.raises(CollectiveError, match="rank 0 waited"):
         runtime.graphs.run(planned.graph, tables)

@@ -52,7 +52,7 @@ class Setup:
             if self.error is not None:
                 raise self.error
             return SimpleNamespace(
-                workspace=SimpleNamespace(transport=self.transport, reason="no peer access"),
+                workspace=SimpleNamespace(transport=self.transport, reason="no peer access", check=self.check),
                 choice=SimpleNamespace(mode=None),
                 max_rows=2048,
                 device=torch.device("cuda"),
@@ -74,10 +74,9 @@ class Setup:
         monkeypatch.setattr(module.first_use, "prepare", lambda runtime: None)
         monkeypatch.setattr(module.first_use, "slower_collective", lambda runtime: self.slower)
         monkeypatch.setattr(module, "Runtime", made)
-        monkeypatch.setattr(module, "check", self.check)
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
-    def check(self, workspace: Any) -> None:
+    def check(self) -> None:
         if self.gave_up:
             raise CollectiveError("rank 1 waited longer than the time limit")
 

@@ -154,10 +154,10 @@ def test_no_kernel_waits_for_a_rank_that_is_not_there_yet(clock: dict[Mode, floa
 def test_a_kernel_that_gave_up_leaves_stock(clock: dict[Mode, float], monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, buffers = make_runtime(Mode.FUSED), Buffers()
 
-    def check(workspace: Any) -> None:
+    def check() -> None:
         raise CollectiveError("a peer fell behind")
 
-    monkeypatch.setattr(warm_up, "check", check)
+    monkeypatch.setattr(runtime.workspace, "check", check)
     warm_up.warm_up(runtime, buffers.step([7])[1], stock_of({}, []))
     assert (runtime.off, len(runtime.graphs)) == (Reason.ERROR, 0)
 

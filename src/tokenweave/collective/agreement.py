@@ -84,6 +84,24 @@ def agreed(group: dist.ProcessGroup | None) -> Iterator[dict[str, object]]:
         raise _difference(*found)
 
 
+def first_problem(problem: str | None, group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """What the first rank that has a problem says of it, with the rank, the same on all ranks; None where none has one.
+
+    Every rank of ``group`` calls it. It costs a reduction of one number, and an exchange of texts where there is a problem.
+
+    Args:
+        device: where the group's backend reduces.
+    """
+    some = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(some, dist.ReduceOp.MAX, group=group)
+    if not int(some):
+        return None
+    every: list[str | None] = [None] * dist.get_world_size(group)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        dist.all_gather_object(every, problem, group=group)
+    return next(f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None)
+
+
 def _exchanged(
     values: dict[str, object], device: torch.device | None, group: dist.ProcessGroup | None
 ) -> tuple[int, dict[str, tuple[object, object]]] | None:

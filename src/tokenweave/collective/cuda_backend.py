@@ -39,15 +39,6 @@ from tokenweave.cuda.launch import loaded
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 
-_REASONS = {
-    1: "waited longer than the time limit",
-    2: "got a different launch from its peer",
-    3: "was told that a peer gave up",
-    4: "was told by a peer that it got a different launch",
-}
-_OWN = (1, 2)  # those that this rank saw of its peer
-_PHASES = {1: "start", 2: "end"}
-
 
 class _Inboxes(Structure):
     _fields_ = (("of", PointerTable),)
@@ -67,7 +58,7 @@ def default_ctas(tokens: int, workspace: Workspace) -> int:
 def fused(call: Call) -> torch.Tensor:
     """One fused collective on the current stream. The call is checked already, but for what only kernels ask."""
     workspace, epilogue, fp8, out = call.workspace, call.epilogue, call.fp8, call.out
-    check(workspace)
+    workspace.check()
     vectors = {"weight": epilogue.weight, "post_norm": epilogue.post_norm, "bias": epilogue.bias, "rows": call.rows}
     outputs = {"out": out} if fp8 is None else {"unquantised": out, "out": fp8.rows, "out_scales": fp8.scales}
     for name, tensor in {"residual": call.residual, **outputs, **vectors}.items():
@@ -116,25 +107,6 @@ def prepare(workspace: Workspace, layout: str, tokens: int, ctas: int | None) ->
             workspace, HAS_RESIDUAL, tokens, default_ctas(tokens, workspace) if ctas is None else ctas
         )
     loaded(kernel, workspace.device.index or 0)
-
-
-def check(workspace: Workspace) -> None:
-    """Raises if a kernel of this workspace has failed.
-
-    Raises:
-        CollectiveError: names rank, peer, channel, phase and epoch.
-    """
-    memory = _symmetric(workspace)
-    for channel in range(workspace.channels):
-        if (words := memory.failure(channel)) is not None:
-            reason, phase, rank, peer, block, want, have, signature = words
-            seen = f" (the peer is at {have}, launch {signature:#010x})" if reason in _OWN else ""
-            raise CollectiveError(
-                f"collective failed: rank {rank} {_REASONS.get(reason, reason)}: peer {peer}, channel {channel}, phase "
-                f"{_PHASES.get(phase, phase)}, block {block}, epoch {want}{seen}. "
-                "A peer died or fell behind, or the ranks called with different shapes; the workspace cannot be used any "
-                "more: end this process, or close the workspace on all ranks and create a new one"
-            )
 
 
 def _twoshot(call: Call) -> None:

@@ -38,9 +38,11 @@ def fused_allreduce_rmsnorm(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """All-reduce of ``partial`` over the workspace's group, residual add and RMSNorm, in one collective.
 
-    Every rank calls it in the same order with the same shapes, rows, row count, options and launch arguments. Shapes, options and
-    launch arguments that differ end in an error of the GPU transports, at the first barrier; the contents of ``rows`` and
-    ``row_count`` are not compared. The ``torch`` transport compares nothing: torch.distributed may end the process
+    Every rank calls it in the same order with the same shapes, rows, row count, options and launch arguments. Shapes, options,
+    ``ctas``, ``layout`` and places in the workspace that differ are an error of the GPU transports at the first barrier; another
+    ``channel`` is one after the time limit, another ``cluster`` none, and the contents of ``rows`` and ``row_count`` are not
+    compared. A kernel that meets such an error, or waits in vain, ends with rows that are worth nothing, and cannot raise: the
+    next call of the workspace does, and ``workspace.check()``. The ``torch`` transport compares nothing: torch.distributed may end the process
     (gloo, where a rank gets more bytes than it expects), wait until the group's timeout (another layout, or no rows on
     one rank), or go on with wrong rows (as many, but other ``rows``).
 
@@ -56,12 +58,14 @@ def fused_allreduce_rmsnorm(
         eps: added to the mean square.
         workspace: of the tensor-parallel group.
         channel: 0 <= channel < workspace.channels; collectives that may be in flight together need different ones.
-        ctas: thread blocks of the kernel (GPU transports), 1 to 256; None for the default.
-        cluster: thread blocks per cluster (GPU transports), a divisor of ``ctas``; None for none.
+        ctas: thread blocks of the kernel, 1 to 256; None for the default. Of GPU transports and layout ``"sharded"``: with
+            ``"replicated"`` each row has a block, on the ``torch`` transport there are none.
+        cluster: thread blocks per cluster, where ``ctas`` means something: a divisor of it; None for none.
         rows: int64 [n], ascending, none of them twice: only these rows are reduced, normalised and sent, and only their
             residual is updated (the sampled rows of a last stage).
         row_count: int32 [1], the number of real rows, at most tokens, read on the device when the kernel runs, so that a
-            captured graph sends only real rows; rows behind it are not touched. None: all rows are real.
+            captured graph sends only real rows; rows behind it are not touched. None: all rows are real. With ``rows``,
+            all of those are real ones; the GPU transports do not look.
         out: [tokens or n, hidden] to write to, apart from ``partial``, or ``partial`` itself if ``rows`` is not given;
             default: in place of ``partial``, or a new tensor if ``rows`` is given.
             With fp8 output: e4m3, default ``workspace.fp8(tokens or n)``, its first rows; where several splits are in
@@ -86,7 +90,8 @@ def fused_allreduce_rmsnorm(
         the output is quantised: then it is ``scale``, or float32 [tokens or n], also the same on every rank.
 
     Raises:
-        CollectiveError: an argument breaks this contract.
+        CollectiveError: an argument breaks this contract, or an earlier collective of the workspace has failed.
+        CudaError: a kernel cannot be compiled, loaded or launched.
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
     launch = Launch(channel, ctas, cluster, layout)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import fp8
+from tokenweave.collective.agreement import first_problem
 from tokenweave.collective.arguments import MAX_BLOCKS, MAX_RANKS
 from tokenweave.errors import CollectiveError
 from tokenweave.switches import multicast_switched_off
@@ -26,6 +27,14 @@ STATE_WORDS = MAX_BLOCKS + 8  # epochs, whether there is a record, the one-shot 
 RECORD_WORDS = 8
 # A row a block, and one with the word that poisons; whole lines of 128 bytes, since inboxes follow.
 FLAG_BYTES = (MAX_BLOCKS + 4) * MAX_RANKS * 8
+_REASONS = {
+    1: "waited longer than the time limit",
+    2: "got a different launch from its peer",
+    3: "was told that a peer gave up",
+    4: "was told by a peer that it got a different launch",
+}
+_OWN = (1, 2)  # those that this rank saw of its peer
+_PHASES = {1: "start", 2: "end"}
 SENTINELS = {torch.bfloat16: 0x80008000, torch.float16: 0x80008000, torch.float32: 0x80000000}
 _ONESHOT_BYTES = {
     2: 4 << 20,
@@ -87,10 +96,17 @@ class Symmetric:
     record: torch.Tensor
     handle: Any
 
-    def failure(self, channel: int) -> list[int] | None:
-        """The record of a channel if one of its kernels failed; costs no synchronisation."""
+    def failure(self, channel: int) -> str | None:
+        """What the record of a channel says if one of its kernels failed; costs no synchronisation."""
         words = (ctypes.c_uint32 * RECORD_WORDS).from_address(self.record[channel].data_ptr())
-        return list(words) if words[0] else None
+        if not words[0]:
+            return None
+        reason, phase, rank, peer, block, want, have, signature = words
+        seen = f" (the peer is at {have}, launch {signature:#010x})" if reason in _OWN else ""
+        return (
+            f"rank {rank} {_REASONS.get(reason, reason)}: peer {peer}, channel {channel}, phase "
+            f"{_PHASES.get(phase, phase)}, block {block}, epoch {want}{seen}"
+        )
 
 
 def _everywhere(true: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -102,10 +118,9 @@ def _everywhere(true: bool, group: dist.ProcessGroup, device: torch.device) -> b
 
 def _expect_everywhere(failed: str | None, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises CollectiveError on all ranks if there is a failure on any."""
-    if not _everywhere(failed is None, group, device):
+    if (problem := first_problem(failed, group, device)) is not None:
         raise CollectiveError(
-            f"the GPUs of this group ({dist.get_world_size(group)} ranks) cannot share memory: "
-            f"{failed or 'another rank says why'}. Peer-to-peer access over NVLink between all of them, in one host, is "
+            f"the GPUs of this group ({dist.get_world_size(group)} ranks) cannot share memory: {problem}. Peer-to-peer access over NVLink between all of them, in one host, is "
             "needed; transport='torch' works without"
         )
 

@@ -109,10 +109,16 @@ class Workspace:
                 self._allocate()
             same.update(sizes, dtype=dtype, staging=staging, device=self.device)
             same["transport"] = f"{transport!r} ({self.transport} here)"
+        fell_back = self.device.type == "cuda" and self.transport == "torch" and transport != "torch"
         if self.transport != "torch":
-            self._set_up_gpus(transport)
+            fell_back = self._set_up_gpus(transport)
         if self.rank == 0:
-            log.info("collectives run on the %s transport: %s", self.transport, self.reason)
+            log.log(
+                logging.WARNING if fell_back else logging.INFO,
+                "collectives run on the %s transport: %s",
+                self.transport,
+                self.reason,
+            )
         _open[self.handle] = self
 
     def buffer(self, tokens: int, *, start: int = 0, region: int = 0) -> torch.Tensor:
@@ -155,6 +161,26 @@ class Workspace:
         rows = slice(start, start + tokens)
         return self._fp8[region, rows], self._scales[region, rows]
 
+    def check(self) -> None:
+        """Raises if a collective of this workspace has failed, as far as the host knows; waits for nothing.
+
+        Kernels cannot raise: one whose peer is late or gone records that and ends, with rows that are worth nothing. The next
+        call finds the record. Where there is none, as after the last call or while graphs are replayed, ask for it here: after
+        the host has waited for the GPU, and before it uses what was computed.
+
+        Raises:
+            CollectiveError: names rank, peer, channel, phase and epoch.
+        """
+        if self.symmetric is None:  # torch.distributed raises by itself
+            return
+        for channel in range(self.channels):
+            if (failure := self.symmetric.failure(channel)) is not None:
+                raise CollectiveError(
+                    f"collective failed: {failure}. A peer died or fell behind, or the ranks called with different shapes; "
+                    "the workspace cannot be used any more: end this process, or close the workspace on all ranks and "
+                    "create a new one"
+                )
+
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called: its memory is gone, and collectives refuse it."""
@@ -182,10 +208,11 @@ class Workspace:
                 return tensor.data_ptr() - self._data.data_ptr()
         return None
 
-    def _set_up_gpus(self, asked: str) -> None:
-        """Symmetric memory, and the first transport that works on it; the ``torch`` transport if none does."""
+    def _set_up_gpus(self, asked: str) -> bool:
+        """Symmetric memory, and the first transport that works on it; the ``torch`` transport if none does. Whether one is refused."""
         from tokenweave.collective import selftest
 
+        refused: list[str] = []
         group = self.group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
         try:
@@ -211,11 +238,13 @@ class Workspace:
                 if (failure := selftest.failure(self)) is None:
                     if several and transport == "multimem":
                         self.reason = "the GPUs have NVSwitch multicast"
-                    return
-                failure = f"the {transport} transport is refused, because it did not pass its self-test: {failure}"
-                if asked == "auto" and self.rank == 0:
-                    log.warning(failure)
-            raise CollectiveError(f"Workspace: {failure}; transport='torch' works without")
+                    if refused:
+                        self.reason += f", and {refused[0]}"
+                    return bool(refused)
+                refused.append(
+                    f"the {transport} transport is refused, because it did not pass its self-test: {failure}"
+                )
+            raise CollectiveError(f"Workspace: {'; '.join(refused)}; transport='torch' works without")
         except CollectiveError as error:
             self._release()
             if asked != "auto":
@@ -224,6 +253,7 @@ class Workspace:
         with agreed(group) as same:
             self._allocate()
             same["device"] = self.device
+        return True
 
     def _allocate(self) -> None:
         """The ``torch`` transport's memory: nobody else's to reach, so it has no staging."""

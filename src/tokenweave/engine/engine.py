@@ -21,7 +21,7 @@ from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.sampling import sample
 from tokenweave.engine.scheduler import NewRequest, Request, Scheduler
 from tokenweave.engine.text import Decoder, TextStream
-from tokenweave.execution import check, collective_of, overlap_of
+from tokenweave.execution import collective_of, overlap_of
 from tokenweave.models.config import ModelConfig
 from tokenweave.overlap import Overlap
 from tokenweave.planning.plan import Plan
@@ -218,7 +218,7 @@ class Engine:
         requests = [self.scheduler.requests[number] for number in numbers]
         uniforms = [0.0 if r.params.greedy else r.generator.random() for r in requests]
         tokens = sample(self.model.logits(rows), [r.params for r in requests], uniforms)
-        check(self.workspace)  # the host has just waited for the step: no token of a failed one leaves
+        self.workspace.check()  # the host has just waited for the step: no token of a failed one leaves
         now = time.perf_counter()
         return [self._accept(request, token, now) for request, token in zip(requests, tokens, strict=True)]
 

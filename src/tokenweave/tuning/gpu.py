@@ -20,7 +20,6 @@ from tokenweave.collective.norm import add_rmsnorm
 from tokenweave.cuda.sm_budget import sm_budget
 from tokenweave.engine.batch import Chunk, splits_of
 from tokenweave.engine.kv_cache import KVCache
-from tokenweave.execution import check
 from tokenweave.models import ModelConfig, kernels
 from tokenweave.models.attention_cuda import attend_packed
 from tokenweave.models.inputs import PackedSequences
@@ -130,7 +129,7 @@ class GpuPieces:
 
     def close(self) -> None:
         """Drops graphs and gives back the workspace: NCCL ends only without graphs of its kernels."""
-        check(self._workspace)
+        self._workspace.check()
         self._chains.close()
         self._steps.close()
 

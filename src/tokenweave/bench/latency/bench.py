@@ -30,7 +30,6 @@ from tokenweave.bench.latency.sequential import BASELINES, SequentialSteps
 from tokenweave.bench.latency.sweep import swept_fused, swept_woven
 from tokenweave.bench.steps import PrefillSteps, Variant, norm_alone
 from tokenweave.bench.timing import GraphClock, median_estimate, paired_rounds, slowest_rank, take_turns
-from tokenweave.execution import check
 from tokenweave.files import write_result
 from tokenweave.models import Model
 from tokenweave.planning import Mode, Planner
@@ -231,7 +230,7 @@ class LatencyBench:
             after_round=self._monitor.sample,
         )
         clocks = self._monitor.take()
-        check(self._workspace)
+        self._workspace.check()
         finals = decided(among, first, slowest_rank(samples, self._group, self._device))
         shown = {mode: variant for mode, variant in finals.chosen.items() if mode != "compute"}
         sustained = {mode: self._sustained(graphs[v.key], finals.times[v.key]) for mode, v in shown.items()}
@@ -270,7 +269,7 @@ class LatencyBench:
         with torch.cuda.stream(self._clock.stream):
             variant.walk()
         torch.cuda.synchronize()
-        check(self._workspace)
+        self._workspace.check()
         return self._clock.capture(variant.walk, 1)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> float:

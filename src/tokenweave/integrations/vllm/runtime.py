@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import beside
 from tokenweave.errors import CollectiveError
-from tokenweave.execution import check, collective_of, overlap_of
+from tokenweave.execution import collective_of, overlap_of
 from tokenweave.integrations.vllm.choice import EAGER_ROWS, Choice
 from tokenweave.integrations.vllm.cut import Tables, split_tables
 from tokenweave.integrations.vllm.decide import decide
@@ -201,7 +201,7 @@ class Runtime:
                 are in the cache, so that stock could not go on from there either.
         """
         try:
-            check(self.workspace)
+            self.workspace.check()
         except CollectiveError as error:
             raise _unrecoverable(
                 f"tokens were sampled from a step that failed, and its keys and values are in the cache: {error}"

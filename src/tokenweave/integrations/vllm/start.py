@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.errors import TokenWeaveError
-from tokenweave.execution import check
 from tokenweave.integrations.vllm import first_use, prometheus, switch
 from tokenweave.integrations.vllm.checks import Finding, engine_problem, model_problem
 from tokenweave.integrations.vllm.metrics import Steps
@@ -140,7 +139,7 @@ def _transport_problem(runtime: Runtime) -> Finding | None:
 
 def _slower_collective(runtime: Runtime) -> Finding | None:
     slower = first_use.slower_collective(runtime)
-    check(runtime.workspace)  # a kernel that gave up waiting raised nothing
+    runtime.workspace.check()  # a kernel that gave up waiting raised nothing
     return None if slower is None else (Reason.SLOWER_COLLECTIVE, slower)
 
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 
-from tokenweave.execution import check
 from tokenweave.integrations.vllm.cut import Tables
 from tokenweave.integrations.vllm.measured import Measured, slowest
 from tokenweave.integrations.vllm.reasons import Reason
@@ -97,7 +96,7 @@ def _together(runtime: Runtime, call: Callable[[], T]) -> T:
     def checked() -> T:
         with torch.inference_mode():
             result = call()
-        check(runtime.workspace)
+        runtime.workspace.check()
         return result
 
     return runtime.together(checked)
