@@ -13,6 +13,7 @@ from tokenweave.collective.kernels import (
     HAS_RESIDUAL,
     SHARED_BYTES,
     oneshot_kernel,
+    oneshot_kernels,
     register_kernel,
     ring_depth,
     ring_kernel,
@@ -41,11 +42,19 @@ def test_main_variants_compile_without_spills(ranks, hidden):
         _check(kernel, "sm_90a")
 
 
-@pytest.mark.parametrize(("ranks", "hidden"), [(2, 4096), (8, 5120)])
+@pytest.mark.parametrize(("ranks", "hidden"), [(2, 4096), (4, 2880), (8, 5120), (8, 16384)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
 def test_main_variants_of_other_architectures_compile_without_spills(arch, ranks, hidden):
     for kernel in instantiations(arch, [ranks], [hidden], ["bfloat16"]):
         _check(kernel, arch)
+
+
+def test_the_one_shot_kernels_shapes_are_all_compiled():
+    for ranks, hidden in ((2, 4096), (3, 12288), (8, 16384)):
+        shapes = {oneshot_kernel(ranks, 0, hidden, "bfloat16", MAIN_OPTIONS, rows) for rows in range(1, 1025)}
+        assert shapes == set(oneshot_kernels(ranks, 0, hidden, "bfloat16", MAIN_OPTIONS))
+        listed = set(instantiations("sm_90a", [ranks], [hidden], ["bfloat16"]))
+        assert shapes <= listed
 
 
 @pytest.mark.parametrize("options", [0, *(HAS_RESIDUAL | 1 << bit for bit in range(1, 7)), 127])

@@ -127,7 +127,8 @@ def test_results_go_to_another_part_of_the_workspace(two_ranks):
         assert list(args.out[:2]) == [out.data_ptr(), out.data_ptr() + PEER]
 
 
-def test_memory_outside_is_staged(two_ranks):
+def test_memory_outside_is_staged(two_ranks, caplog):
+    caplog.set_level(logging.INFO, "tokenweave.collective.cuda_backend")
     with _open() as of:
         partial = torch.randn(64, HIDDEN).bfloat16()
         of.staging(64, 1).fill_(3)
@@ -138,6 +139,8 @@ def test_memory_outside_is_staged(two_ranks):
         assert rows.data_ptr() == partial.data_ptr()
         assert (rows == 3).all()  # what the kernel left in the staging
         assert of.copies == 2
+        (said,) = (record.getMessage() for record in caplog.records)
+        assert f"outside of {of.handle} are copied through its staging" in said
         with pytest.raises(CollectiveError, match=r"channel=1 .* staging regions serve channel 0"):
             _call(of, 64, partial=partial, channel=1)
     with _open(staging=False) as of, pytest.raises(CollectiveError, match="staging=True"):

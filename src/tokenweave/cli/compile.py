@@ -40,7 +40,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--ranks", default="2,4,8", help="sizes of the group, from 2 to 8; default %(default)s")
     parser.add_argument("--hidden", help="row sizes, multiples of 8; default: those of the models in use")
     parser.add_argument("--dtype", default="bf16,fp16", help="of bf16, fp16, fp32; default %(default)s")
-    parser.add_argument("--all", action="store_true", help="all options and rank indices, not the main variants alone")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="the options of every family of models, and all rank indices, not the main variants alone",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes; default %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import struct
 import zlib
 from ctypes import Structure, c_int
@@ -38,6 +39,8 @@ from tokenweave.collective.workspace import Workspace
 from tokenweave.cuda.launch import loaded
 from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
+
+log = logging.getLogger(__name__)
 
 
 class _Inboxes(Structure):
@@ -117,12 +120,13 @@ def _twoshot(call: Call) -> None:
     if launch.channel and (x is None or (out is not None and y is None)):
         raise CollectiveError(
             f"fused_allreduce_rmsnorm: channel={launch.channel} with partial sums or a result outside the workspace; the "
-            "staging regions serve channel 0, one collective at a time: use workspace.buffer(tokens) for both"
+            "staging regions serve channel 0, one collective at a time: use workspace.buffer(tokens) for both, outside of "
+            "torch.compile, which computes them elsewhere"
         )
     if x is None:  # peers read a copy
         staged = workspace.staging(tokens, 0)
         staged.copy_(partial)
-        workspace.copies += 1
+        _count_copy(workspace)
         x = workspace.offset_of(staged)
     target = y
     if out is not None and y is None:  # peers write where they can
@@ -156,7 +160,17 @@ def _twoshot(call: Call) -> None:
             real = torch.arange(n, device=workspace.device).unsqueeze(1) < call.row_count
             result = torch.where(real, result, out)
         out.copy_(result)
-        workspace.copies += 1
+        _count_copy(workspace)
+
+
+def _count_copy(workspace: Workspace) -> None:
+    workspace.copies += 1
+    if workspace.copies == 1 and workspace.rank == 0:
+        log.info(
+            "partial sums or rows outside of %s are copied through its staging; those in workspace.buffer(tokens) are not "
+            "(torch.compile computes them elsewhere)",
+            workspace.handle,
+        )
 
 
 def _oneshot(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""Every kernel that the package can ask for, so that all of them can be compiled where there is no GPU."""
+"""The kernels that models ask for, so that all of them can be compiled where there is no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenweave.collective.kernels import (
     WEIGHT_OFFSET,
     Kernel,
     multimem_kernel,
-    oneshot_kernel,
+    oneshot_kernels,
     register_kernel,
     ring_kernel,
 )
@@ -52,7 +52,7 @@ def option_names(options: int) -> str:
 
 
 def option_sets(dtype: str) -> list[int]:
-    """The combinations that models make: a family's options, its weights' dtype, all or some rows.
+    """The combinations that models make: a family's options, its weights' dtype, all or some rows. The operator takes others too.
 
     An embedding has no residual, and then neither a bias, a post-norm nor sampled rows. fp32 rows have fp32 weights
     without the option.
@@ -99,4 +99,4 @@ def instantiations(
                     yield register_kernel(n, rank, size, dtype, options)
                     if hopper:
                         yield multimem_kernel(n, rank, size, dtype, options)
-                    yield oneshot_kernel(n, rank, size, dtype, options)
+                    yield from oneshot_kernels(n, rank, size, dtype, options)

@@ -96,16 +96,22 @@ def oneshot_kernel(ranks: int, rank: int, hidden: int, dtype: str, options: int,
 
     On two ranks a handful of rows is fastest with the other kernels' threads per row; on more, where a thread waits for
     several peers, and for batches up to 2 MiB a thread per vector is (5 % at 64 rows of 4096, 9 % at 256), and larger ones
-    with fewer threads again (2 and 4 H200).
+    with fewer threads again (2 and 4 H200). 1024 threads have no registers for two vectors of five ranks or more.
     """
     norm_threads, _ = groups_of(hidden, dtype)
     row_bytes = hidden * ELEMENT_BYTES[dtype]
     vectors = row_bytes // 16
     threads = norm_threads
-    several = ranks > 2 and vectors <= 1024  # two vectors of eight ranks are more than 1024 threads have registers for
-    if (rows > 8 or several) and rows * row_bytes <= 2 << 20:
+    wide = (rows > 8 and (vectors <= 1024 or ranks <= 4)) or (ranks > 2 and vectors <= 1024)
+    if wide and rows * row_bytes <= 2 << 20:
         threads = max(norm_threads, -(-vectors // -(-vectors // 1024) // 32) * 32)
     return Kernel("oneshot", ranks, rank, hidden, dtype, options, threads, norm_threads=norm_threads)
+
+
+def oneshot_kernels(ranks: int, rank: int, hidden: int, dtype: str, options: int) -> list[Kernel]:
+    """The one-shot kernel in every shape that some number of rows takes."""
+    every = (oneshot_kernel(ranks, rank, hidden, dtype, options, rows) for rows in (1, 9, 1 << 20))
+    return list(dict.fromkeys(every))
 
 
 def groups_of(hidden: int, dtype: str) -> tuple[int, int]:
