@@ -31,6 +31,30 @@ def test_what_is_said_of_four_ranks_was_measured():
     assert round(alone[4096, 32768]) == 339
 
 
+def test_what_is_said_of_tensor_core_sums_was_measured():
+    text = " ".join((ROOT / "docs" / "collective.md").read_text("utf-8").split())
+    rows = json.loads((RESULTS / "h200x2-ring-variants.json").read_text("utf-8"))["rows"]
+    us = {row["variant"]: row["us"] for row in rows if row["tokens"] == 16384}
+
+    def of(end: str) -> dict[str, float]:
+        (found,) = (times for variant, times in us.items() if "tensor cores" in variant and variant.endswith(end))
+        return found
+
+    (ring,) = (times for variant, times in us.items() if variant.startswith("ring as it is"))
+    slower = {
+        blocks: 100 * (us / ring[blocks] - 1) for blocks, us in of("128 threads a row, 4 groups, 8 stages").items()
+    }
+    assert "away, and {:.0f} % longer at 4 blocks, {:.0f} at 8".format(slower["4"], slower["8"]) in text
+    assert abs(slower["12"]) < 1
+    whole = of("and stages released before the stores")["4"]
+    less = [
+        100 * (1 - of(end)["4"] / whole)
+        for end in (": no stores to the peer", "local stores", ": no stores", ": no loads")
+    ]
+    said = "takes {:.0f} % less without the stores to the peer, {:.0f} without local ones, {:.0f} without any, and {:.0f} without"
+    assert said.format(*less) in text
+
+
 def test_what_is_said_of_freeing_a_stage_was_measured():
     """In "How it is tested": microseconds of 16,384 rows."""
     rows = json.loads((RESULTS / "h200x2-ring-freeing.json").read_text("utf-8"))["rows"]
