@@ -168,7 +168,7 @@ def test_a_prompts_file_is_cut_at_line_feeds_alone(tmp_path):
         (["--model", "/no/such/model", "--prompt", "x"], "/no/such/model"),
         (["--model", "MODEL", "--prompt", "x", "--dtype", "int3"], "dtype='int3'"),
         (["--model", "MODEL", "--prompt", "x", "--mode", "quick"], "mode='quick'"),
-        (["--model", "MODEL", "--prompt", "x", "--tp", "7"], "7 is more than the model's 6 query heads"),
+        (["--model", "MODEL", "--prompt", "x", "--tp", "11"], "11 is more than the model's 10 query heads"),
         (["--model", "MODEL", "--prompt", "w1 " * 300, "--tp", "2"], "300 tokens; the context is 128"),
         (["--model", "MODEL", "--prompt", ""], "empty"),
         (["--model", "MODEL", "--prompts-file", "/no/such/file"], "/no/such/file"),

@@ -1,4 +1,4 @@
-"""The ``torch`` transport against float64 on fresh random inputs, 1 to 4 ranks: rows, residual, options, equal bits."""
+"""The ``torch`` transport against float64 on fresh random inputs, 1 to 4 ranks, and 8 of them once: rows, residual, options, equal bits."""
 
 from __future__ import annotations
 
@@ -97,6 +97,19 @@ class TestAgainstFloat64:
         else:
             cases = [dataclasses.replace(case, replicated=True) for case in cases]
             _run(world_size, cases, sequential=True)
+
+
+def test_eight_ranks():
+    """As many as a host's transports take: fewer rows than ranks, as many, and more; options; rows that one rank or none owns."""
+    options = [
+        {"replicated": True},
+        {"bias": True, "post_norm": True},
+        {"rows": (0,)},
+        {"rows": ()},
+        {"has_residual": False},
+    ]
+    cases = [Case(tokens, 72, torch.bfloat16) for tokens in (0, 1, 7, 8, 9, 33, 300)]
+    _run(8, [*cases, *[Case(23, 72, torch.float32, **option) for option in options]])
 
 
 def _sequential_of_small_integers(dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -218,8 +218,9 @@ def generate_on_rank(path, mode, given_prompts, params, cache_rows):
     return got, steps
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    ("mode", "world_size"), [*[(mode, world_size) for mode in Mode for world_size in (2, 3)], (Mode.WOVEN, 8)]
+)
 def test_ranks_stay_in_lockstep(model, reference, mode, world_size):
     """Greedy and drawn requests in one batch, a cache too small for all of them."""
     given_prompts = prompts(7, seed=11)

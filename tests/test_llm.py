@@ -225,7 +225,7 @@ def test_small_caches_and_contexts(model):
             RequestError,
             "max_context=1000; this model's context is 128",
         ),
-        ({"tensor_parallel_size": 7}, ModelError, "more than the model's 6 query heads"),
+        ({"tensor_parallel_size": 11}, ModelError, "more than the model's 10 query heads"),
     ],
 )
 def test_arguments_out_of_range(model, arguments, error, match):

@@ -37,8 +37,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+# On 8 ranks: heads, MLP and vocabulary leave ranks with nothing but padding in the second.
+@pytest.mark.parametrize(
+    ("variant", "world_size"),
+    [*[(variant, world_size) for variant in VARIANTS for world_size in (1, 2, 3, 4)], ("llama", 8), ("llama-odd", 8)],
+)
 def test_logits_equal_transformers(
     checkpoint: Callable[[str], tuple[Path, list[torch.Tensor]]], variant: str, world_size: int
 ) -> None:

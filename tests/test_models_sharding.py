@@ -11,9 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from test_gpu_engine import FAMILIES
+from tiny_llama import save_tiny_llama
 from tokenweave.errors import ModelError
+from tokenweave.models import read_config
 from tokenweave.models.loading import Loader, Part
-from tokenweave.models.sharding import Shard, chunk, chunk_size, head_rows, head_shard
+from tokenweave.models.sharding import Shard, chunk, chunk_size, head_rows, head_shard, shard_of
 
 
 @st.composite
@@ -194,3 +197,15 @@ def test_fused_parts_lie_below_one_another() -> None:
     shard = chunk(10, 1, 2)
     out = loader.rows([Part("a", (10, 3), shard), Part("b", (10, 3), shard)])
     assert torch.equal(out, torch.cat([weight[8:], torch.zeros(6, 3)] * 2))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_models_of_the_tests_on_gpus_can_be_sharded(tmp_path: Path, world_size: int) -> None:
+    """TOKENWEAVE_TEST_RANKS=4 and 8 must not end at a model with too few heads."""
+    models = dict(FAMILIES)
+    models["tiny"] = read_config(save_tiny_llama(tmp_path))
+    models |= {name: read_config(name) for name in ("Llama-3.1-8B", "SmolLM2-135M")}
+    for config in models.values():
+        shards = [shard_of(config, rank, world_size) for rank in range(world_size)]
+        queries = Counter(head for shard in shards for head in shard.heads.queries if head is not None)
+        assert queries == Counter(range(config.heads))

@@ -33,10 +33,10 @@ def save_tiny_llama(folder: Path, context: int = CONTEXT) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=48,
+        hidden_size=80,
         intermediate_size=88,
         num_hidden_layers=3,
-        num_attention_heads=6,
+        num_attention_heads=10,  # enough for 8 ranks; groups of five, which no number of ranks but 5 divides
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=context,
