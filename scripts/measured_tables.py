@@ -5,8 +5,8 @@
 
 A result file that is to be shown has an object "table": {"title": str, "columns": [str], "rows": [[str or number]],
 "note": str (optional)}, and "machine": str, which names hardware, link, clocks or power, and versions. docs/measured.md has
-these tables as they are, README.md short forms: of prefill steps (h200x2-latency-*.json), of the collective (h200x*-kernel-*.json)
-and of vLLM. Other files, and everything else in these, are left alone.
+these tables as they are, README.md short forms: of prefill steps (h200x*-latency-*.json), of the collective (h200x*-kernel-*.json)
+and of vLLM (h200x*-vllm-*.json), for any number of ranks. Other files, and everything else in these, are left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from generated import command
 from tokenweave.models import read_config
 
 ROOT = Path(__file__).parent.parent
-VLLM = "h200x2-vllm-llama-3.1-8b.json"
+STEPS, KERNELS, VLLM = "h200x*-latency-*.json", "h200x*-kernel-*.json", "h200x*-vllm-*.json"
 NOTHING = "No GPU figures have been published in this repository yet; `benchmarks/results/` is empty of them."
 
 
@@ -40,24 +40,26 @@ def tables(folder: Path) -> str:
 
 
 def gains(folder: Path) -> str:
-    """What the planner's plans gain in prefill steps of powers of two of tokens, by model; of sizes measured twice, with more
-    layers, then later.
+    """What the planner's plans gain in prefill steps of powers of two of tokens, by model, and by GPUs where their numbers differ;
+    of sizes measured twice, with more layers, then later.
 
     Raises:
         TableError: there are no such files.
     """
     cells: dict[tuple[int, str], str] = {}
     parts = set()
-    for result in sorted(
-        _shown(folder, "h200x2-latency-*.json"), key=lambda of: (of["config"]["layers"], str(of["environment"]["date"]))
-    ):
-        model, layers = result["config"]["model"], result["config"]["layers"]
+    results = _shown(folder, STEPS)
+    several = len({result["config"]["ranks"] for result in results}) > 1
+    for result in sorted(results, key=lambda of: (of["config"]["layers"], str(of["environment"]["date"]))):
+        config = result["config"]
+        model, layers = config["model"], config["layers"]
+        column = f"{config['ranks']} GPUs, {model}" if several else model
         if layers < (every := read_config(model).layers):
-            parts.add(f"{model} with {layers} of {every} layers")
+            parts.add(f"{column} with {layers} of {every} layers")
         for row in result["rows"]:
             if row["mode"] == "auto" and row["tokens"] & (row["tokens"] - 1) == 0:
                 mark = "†" if layers < every else ""
-                cells[row["tokens"], model] = f"{row['speedup']['value']:.2f} {row['plan']['mode']}{mark}"
+                cells[row["tokens"], column] = f"{row['speedup']['value']:.2f} {row['plan']['mode']}{mark}"
     note = (
         "How many times as fast as the fastest sequential step, and the mode that the planner took. Of sizes measured twice: "
         "the run with more layers, or the later one."
@@ -72,7 +74,7 @@ def collectives(folder: Path) -> str:
         TableError: there are no such files.
     """
     cells = {}
-    for result in _shown(folder, "h200x*-kernel-*.json"):
+    for result in _shown(folder, KERNELS):
         for hidden, tokens, *_, ratio in result["table"]["rows"]:
             if tokens in (1, 16, 64, 256, 1024, 4096, 16384):
                 cells[tokens, f"{result['rows'][0]['ranks']} GPUs, hidden {hidden}"] = ratio.split()[0]
@@ -86,15 +88,22 @@ def collectives(folder: Path) -> str:
 
 
 def inside_vllm(folder: Path) -> str:
-    """The plugin over vLLM in its best configuration and as it starts.
+    """The plugin over vLLM in its best configuration and as it starts; by GPUs and model where there are several files.
 
     Raises:
-        TableError: there is no such file.
+        TableError: there are no such files.
     """
-    (result,) = _shown(folder, VLLM)
-    lines = [_row(["", "over its best", "over its defaults"]), _row(["---", "---:", "---:"])]
-    for what, *_, over_defaults, over_best in result["table"]["rows"]:
-        lines.append(_row([what, *(ratio.split(" ")[0] for ratio in (over_best, over_defaults))]))
+    results = _shown(folder, VLLM)
+    columns, cells = [], {}
+    for result in results:
+        of = f"{result['config']['ranks']} GPUs, {result['config']['model']}: " if len(results) > 1 else ""
+        columns += (names := [f"{of}over its best", f"{of}over its defaults"])
+        for what, *_, over_defaults, over_best in result["table"]["rows"]:
+            cells[what] = cells.get(what, {}) | dict(zip(names, (over_best, over_defaults), strict=True))
+    columns = list(dict.fromkeys(columns))
+    lines = [_row(["", *columns]), _row(["---", *["---:"] * len(columns)])]
+    for what, ratios in cells.items():
+        lines.append(_row([what, *(ratios.get(column, "").split(" ")[0] for column in columns)]))
     return "\n".join([*lines, "", "How many times as fast with the plugin; of traces, in requests/s."])
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -17,6 +18,7 @@ import docs_tables
 import draw_kernel
 import draw_weave
 import measured_tables
+import planning_tables
 import pytest
 import simulation_tables
 import torch
@@ -91,12 +93,12 @@ def test_the_readmes_gains_are_of_more_layers_and_the_later_run_and_say_what_ran
             "speedup": {"value": gain},
             "no_comm_ratio": {"value": 0.987},
         }
-        config = {"model": "Llama-3.1-8B", "layers": layers}
+        config = {"model": "Llama-3.1-8B", "layers": layers, "ranks": 2}
         other = {"mode": "fused", "tokens": tokens, "speedup": {"value": 9.0}}
         rows = [auto | {"tokens": tokens}, other]
         return {"environment": {"date": date}, "config": config, "table": {}, "rows": rows}
 
-    with pytest.raises(measured_tables.TableError, match=r"no h200x2-latency-.* has a table"):
+    with pytest.raises(measured_tables.TableError, match=r"no h200x\*-latency-.* has a table"):
         measured_tables.gains(tmp_path)
     for name, each in {
         "a": result("2026-02-01", 32, 512, 1.234),
@@ -115,6 +117,56 @@ def test_the_readmes_gains_are_of_more_layers_and_the_later_run_and_say_what_ran
     ]
     assert len(lines) == 7, "sizes between powers of two are left out"
     assert lines[-1] == "† Llama-3.1-8B with 8 of 32 layers."
+
+
+def test_steps_of_more_ranks_get_their_columns(tmp_path, monkeypatch):
+    """In README's gains, measured.md and planning.md; with today's files alone nothing says how many ranks, which is two."""
+    for path in RESULTS.glob("h200x2-latency-*.json"):
+        shutil.copy(path, tmp_path)
+    result = json.loads((RESULTS / "h200x2-latency-llama-3.1-8b.json").read_text("utf-8"))
+    result["config"]["ranks"] = 4
+    result["table"]["title"] = result["table"]["title"].replace("2 GPUs", "4 GPUs")
+    rows = [row | {"speedup": {**row["speedup"], "value": 1.36}} for row in result["rows"]]
+    (tmp_path / "h200x4-latency-llama-3.1-8b.json").write_text(json.dumps(result | {"rows": rows}))
+    head, _, *lines = measured_tables.gains(tmp_path).splitlines()
+    names = ["Llama-3.1-8B", "Llama-3.3-70B", "Mixtral-8x7B", "Qwen2.5-72B"]
+    assert [cell.strip() for cell in head.strip("|").split("|")] == [
+        "tokens",
+        *[f"2 GPUs, {name}" for name in names],
+        "4 GPUs, Llama-3.1-8B",
+    ]
+    steps = dict(line.strip("| ").replace(" ", "").split("|", 1) for line in lines if line.startswith("|"))
+    assert steps["2048"].startswith("1.17woven|")
+    assert steps["2048"].endswith("|1.36woven")
+    assert any(line.startswith("† 2 GPUs, Llama-3.3-70B with 20 of 80 layers") for line in lines)
+    assert "32 layers, 4 GPUs, bfloat16" in measured_tables.tables(tmp_path)
+    monkeypatch.setattr(planning_tables, "RESULTS", tmp_path)
+    predicted = planning_tables.SECTIONS["models"]()
+    assert "| Llama-3.1-8B, 32 layers, 2 ranks | fa3-fwd 0.0.3 | 2048 |" in predicted
+    assert "| Llama-3.1-8B, 32 layers, 4 ranks | fa3-fwd 0.0.3 | 2048 |" in predicted
+    assert "Dense models, 4 ranks: 24 values" in predicted
+
+
+def test_vllm_of_more_ranks_gets_its_columns(tmp_path):
+    for ranks, model in ((2, "A"), (4, "A"), (8, "B")):
+        rows = [
+            [f"prefill of {512 * ranks} tokens", "1 ms", "", "1 ms", f"1.{ranks} (1.0-2.0)", ""],
+            ["trace", "1.1", "1.2"],
+        ]
+        result = {"config": {"ranks": ranks, "model": model}, "table": {"rows": rows}}
+        (tmp_path / f"h200x{ranks}-vllm-{model}.json").write_text(json.dumps(result))
+    (tmp_path / "h200x2-vllm-check-a.json").write_text("{}")
+    names = [
+        f"{of}: over its {what}" for of in ("2 GPUs, A", "4 GPUs, A", "8 GPUs, B") for what in ("best", "defaults")
+    ]
+    assert measured_tables.inside_vllm(tmp_path).splitlines()[:6] == [
+        f"|  | {' | '.join(names)} |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| prefill of 1024 tokens |  | 1.2 |  |  |  |  |",
+        "| trace | 1.2 | 1.1 | 1.2 | 1.1 | 1.2 | 1.1 |",
+        "| prefill of 2048 tokens |  |  |  | 1.4 |  |  |",
+        "| prefill of 4096 tokens |  |  |  |  |  | 1.8 |",
+    ]
 
 
 def test_the_readmes_collectives_are_by_gpus_and_hidden_size(tmp_path):

@@ -185,3 +185,15 @@ def test_planner_and_predictor_agree() -> None:
 def test_the_documents_tables_are_what_the_code_predicts() -> None:
     document = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     assert planning_tables.filled(document) == document, "run `python scripts/planning_tables.py`"
+
+
+def test_what_is_predicted_of_more_ranks_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/ranks.md: its tables, and one line of them from `tokenweave predict` itself."""
+    document = planning_tables.RANKS.read_text(encoding="utf-8")
+    again = planning_tables.filled(document, planning_tables.RANKS_SECTIONS)
+    assert again == document, "run `python scripts/planning_tables.py`"
+    arguments = ["--model", "Llama-3.1-8B", "--gpu", "h200", "--tp", "4", "--transport", "p2p", "--launch", "graph"]
+    tokens = ",".join(map(str, planning_tables.MORE))
+    rows = predicted(capsys, *arguments, "--tokens", tokens)["rows"]
+    gains = [f"{row['sequential_ms'] / min(row['fused_ms'], row['woven_ms']):.2f}" for row in rows]
+    assert f"| Llama-3.1-8B | 4 | sequential / auto | {' | '.join(gains)} |" in document

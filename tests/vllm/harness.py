@@ -46,7 +46,8 @@ from typing import Any
 
 import preloaded
 
-RANKS = 2
+RANKS = 2  # of engines on CPUs: their models' heads are made for it, and scenarios name rank 1
+GPU_RANKS = int(os.environ.get("TOKENWEAVE_TEST_RANKS", "2"))  # of servers and checks on GPUs
 _HERE = Path(__file__).resolve()
 
 ENGINE: dict[str, Any] = {

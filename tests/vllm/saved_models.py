@@ -96,10 +96,10 @@ def unknown_model(folder: Path) -> Path:
     return folder
 
 
-def smollm2_model(gguf: Path, folder: Path) -> Any:
-    """Saves SmolLM2-135M of a GGUF file in ``folder`` for vLLM at TP 2, and gives it as transformers has it, in fp32.
+def smollm2_model(gguf: Path, folder: Path, ranks: int = 2) -> Any:
+    """Saves SmolLM2-135M of a GGUF file in ``folder`` for vLLM on so many ranks, and gives it as transformers has it, in fp32.
 
-    It has 9 heads in 3 groups, which vLLM does not divide by 2: a fourth group of heads whose weights are zero changes nothing.
+    It has 9 heads in 3 groups, which vLLM does not divide by 2, 4 or 8: more groups of heads whose weights are zero change nothing.
     """
     import torch
     import transformers
@@ -108,6 +108,7 @@ def smollm2_model(gguf: Path, folder: Path) -> Any:
     from tokenweave.models.loading import open_weights
 
     config = read_config(gguf)
+    groups = -(-config.kv_heads // ranks) * ranks
     weights = open_weights(gguf, config.head_dim)
     rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
     if int(transformers.__version__.partition(".")[0]) < 5:
@@ -118,8 +119,8 @@ def smollm2_model(gguf: Path, folder: Path) -> Any:
             hidden_size=config.hidden,
             intermediate_size=config.intermediate,
             num_hidden_layers=config.layers,
-            num_attention_heads=config.heads + 3,
-            num_key_value_heads=config.kv_heads + 1,
+            num_attention_heads=config.heads // config.kv_heads * groups,
+            num_key_value_heads=groups,
             head_dim=config.head_dim,
             max_position_embeddings=config.context,
             rms_norm_eps=config.norm_eps,

@@ -1,7 +1,7 @@
 """A vLLM server as a user starts it, ``vllm serve`` with TokenWeave on, and what it leaves when it ends.
 
-:func:`setting` says what the machine asks for: vLLM's CPU build with a tiny model, or 2 GPUs (or one that the ranks share) with
-four layers of Llama-8B's shape and random weights, whose steps are large enough to be woven.
+:func:`setting` says what the machine asks for: vLLM's CPU build with a tiny model, or 2 GPUs (TOKENWEAVE_TEST_RANKS: another
+number; or one that the ranks share) with four layers of Llama-8B's shape and random weights, whose steps are large enough to be woven.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Setting:
     """What differs between machines.
 
     Attributes:
-        model: a folder. arguments: of ``vllm serve``. environment: beside this process's.
+        ranks: tensor parallel. model: a folder. arguments: of ``vllm serve``. environment: beside this process's.
         start_seconds: that a start may take.
         prompts: token ids. longer: tokens that the longest prompt may be continued by.
         replicas, front_ends: data-parallel engines and API servers of the second start. Each process imports vLLM anew,
             for 10 seconds of a core, so that a small machine has one of each.
     """
 
+    ranks: int
     model: Path
     arguments: Sequence[str]
     environment: Mapping[str, str]
@@ -61,8 +62,10 @@ def setting(folder: Path, sharing: one_gpu.Sharing) -> Setting:
     environment = {**harness.ENVIRONMENT, "TOKENWEAVE_MODE": "woven"}
     gpus = torch.cuda.device_count()
     front_ends = 2 if (os.cpu_count() or 1) >= 8 else 1
-    replicas = 1 if gpus in (2, 3) or sharing else front_ends
-    if gpus >= harness.RANKS or sharing:
+    on_gpus = gpus >= harness.GPU_RANKS or bool(sharing)
+    ranks = harness.GPU_RANKS if on_gpus else harness.RANKS
+    replicas = front_ends if not on_gpus or (gpus >= 2 * ranks and not sharing) else 1
+    if on_gpus:
         model, lengths, longer = _large_config(folder), [700, 1500, 20, 3000, 2000, 600, 1000, 64], 800
         arguments = "--dtype bfloat16 --load-format dummy --max-model-len 4096 --max-num-batched-tokens 8192"
         arguments += "" if sharing else " --gpu-memory-utilization 0.5"
@@ -78,7 +81,7 @@ def setting(folder: Path, sharing: one_gpu.Sharing) -> Setting:
     _save_tokenizer(model)
     prompts = [[3 + (7 * i + 11 * n) % (WORDS - 3) for i in range(n)] for n in lengths]
     words = [*arguments.split(), *sharing.arguments]
-    return Setting(model, words, environment, 300.0, prompts, longer, replicas, front_ends)
+    return Setting(ranks, model, words, environment, 300.0, prompts, longer, replicas, front_ends)
 
 
 class Server:
@@ -169,7 +172,7 @@ def serving(setting: Setting, log: Path, *more: str) -> Iterator[Server]:
         port = probe.getsockname()[1]
     command = Path(sys.executable).with_name("vllm")
     start = [str(command)] if command.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-    arguments = ["--tensor-parallel-size", str(harness.RANKS), "--host", "127.0.0.1", "--port", str(port)]
+    arguments = ["--tensor-parallel-size", str(setting.ranks), "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--served-model-name", NAME, *setting.arguments, *more]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -43,22 +43,33 @@ DIFFERENCE = 0.75  # of a first token's log-probability: 0.25 was the 99th perce
 EQUAL = 0.75  # tokens before the first different one, of 8: 0.87 where 3 % part, 0.76 where 6 % do, 0.42 where 20 % do
 MOST = 400.0  # seconds
 
-pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(MOST + 60)]
+pytestmark = [pytest.mark.gpu(count=harness.GPU_RANKS), pytest.mark.timeout(MOST + 60)]
 
 
 @pytest.fixture(scope="module")
 def result(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of ``benchmarks/vllm_check``: batches in all modes, and twice 500 requests that take some 1,000 steps."""
     folder = tmp_path_factory.mktemp("smollm2")
-    saved_models.smollm2_model(smollm2_gguf, folder)
+    saved_models.smollm2_model(smollm2_gguf, folder, harness.GPU_RANKS)
     text, file, log = folder / "text.json", folder / "check.json", folder / "log.txt"
     documents = "".join(document.read_text("utf-8") for document in sorted(DOCUMENTS.glob("*.md")))
     text.write_text(json.dumps(load_tokenizer(smollm2_gguf).encode(documents)))
-    words = ["--model", str(folder), "--text", str(text), "--layouts", "15", "--tokens", ""]
+    words = [
+        "--model",
+        str(folder),
+        "--tp",
+        str(harness.GPU_RANKS),
+        "--text",
+        str(text),
+        "--layouts",
+        "15",
+        "--tokens",
+        "",
+    ]
     words += ["--requests", "500", "--output", "64", "--max-model-len", "4096", "--json", str(file)]
     env = {**os.environ, **harness.NO_MULTICAST, "TOKENWEAVE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it would want a compiler
-    with one_gpu.sharing(harness.RANKS) as sharing, log.open("wb") as out:
+    with one_gpu.sharing(harness.GPU_RANKS) as sharing, log.open("wb") as out:
         words += ["--engine", json.dumps({**ENGINE, **sharing.engine})]
         env |= sharing.environment
         done = subprocess.run(

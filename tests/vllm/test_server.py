@@ -1,6 +1,6 @@
 """``vllm serve`` with the plugin on: loaded by a real client, stopped, restarted; a worker is killed.
 
-On CPUs and, where torch sees two of them or the ranks share one, on GPUs. Two starts; the second has two API servers and two
+On CPUs and, where torch sees enough of them for the ranks or these share one, on GPUs. Two starts; the second has two API servers and two
 data-parallel engines where the machine has the cores and GPUs for them. A test is a part of a server's life, so they run in order.
 """
 
@@ -98,7 +98,7 @@ def check_metrics(server: Server, setting: Setting, engines: int = 1) -> None:
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
-    with one_gpu.sharing(harness.RANKS) as sharing:
+    with one_gpu.sharing(harness.GPU_RANKS) as sharing:
         yield servers.setting(tmp_path_factory.mktemp("model"), sharing)
 
 
