@@ -1,4 +1,4 @@
-"""Tests and measures on so many GPUs of one host, in parts of at most ten minutes, each of which leaves a JSON file in a folder.
+"""Tests and measures on so many GPUs of one host, in parts of at most ten minutes (--limit), each of which leaves a JSON file in a folder.
 
     python scripts/measure_ranks.py 4 FOLDER                  # everything
     python scripts/measure_ranks.py 8 FOLDER --only latency   # the parts that have this in their names
@@ -6,8 +6,9 @@
 
 A part whose file is there is not run again, so an interrupted session is continued by the same command. A part that fails or
 takes longer than its limit leaves NAME.failed.json, if it got so far, and does not keep others from running; NAME.log has
-what it printed. The Python that runs this needs TokenWeave with `[cuda]`, pytest and transformers for the tests; FlashInfer, for its
-all-reduce, and fa3-fwd are measured where they are installed, and vLLM where it is. Everything runs with NVLink multicast switched off,
+what it printed. The Python that runs this needs TokenWeave with `[cuda]`, pytest and transformers for the tests, which fetch SmolLM2's
+weights unless TOKENWEAVE_SMOLLM2_GGUF names them; FlashInfer, for its all-reduce, and fa3-fwd are measured where they are
+installed, and vLLM where it is. Everything runs with NVLink multicast switched off,
 for the baselines too, unless --multicast says otherwise. The figures belong in benchmarks/results once they have been looked at.
 """
 
@@ -34,7 +35,7 @@ from tokenweave.simulation.memory import weight_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 600  # seconds of a part
-RANKS_LIMIT = 560  # seconds until the benchmarks end their ranks themselves, and say where they were
+EARLIER = 40  # seconds before it benchmarks end their ranks themselves, and say where they were
 PATIENCE = 20  # seconds for a part that is told to stop
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -93,17 +94,19 @@ class Part:
         return "pytest" in self.command
 
 
-def parts(ranks: int, folder: Path, gpu: str = "h200", *, vllm: bool = True, multicast: bool = False) -> list[Part]:
+def parts(
+    ranks: int, folder: Path, gpu: str = "h200", *, vllm: bool = True, multicast: bool = False, limit: int = LIMIT
+) -> list[Part]:
     """Everything, in the order in which it runs.
 
     Args:
-        gpu: what the files are named after. vllm: whether it is installed. multicast: whether vLLM may use it too.
+        gpu: what the files are named after. vllm: whether it is installed. multicast: whether vLLM may use it too. limit: seconds of a part.
     """
     setup = f"{gpu}x{ranks}"
     return [
-        *_kernels(ranks, setup),
+        *_kernels(ranks, setup, limit),
         *_tests(ranks, setup, vllm),
-        *[part for model in MODELS for part in _steps(ranks, setup, folder, model)],
+        *[part for model in MODELS for part in _steps(ranks, setup, folder, model, limit)],
         *([part for model in MODELS for part in _vllm(ranks, setup, folder, model, multicast)] if vllm else []),
     ]
 
@@ -112,13 +115,13 @@ def _tokenweave(words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "tokenweave", *words.split())
 
 
-def _kernels(ranks: int, setup: str) -> list[Part]:
+def _kernels(ranks: int, setup: str, limit: int) -> list[Part]:
     return [
         Part(
             f"{setup}-kernel-{hidden}",
             _tokenweave(
                 f"bench kernel --tp {ranks} --hidden {hidden} --tokens {ROWS} --ctas {CTAS} --rounds 20 "
-                f"--time-limit {RANKS_LIMIT} --json OUT"
+                f"--time-limit {limit - EARLIER} --json OUT"
             ),
         )
         for hidden in HIDDEN
@@ -138,18 +141,20 @@ def _tests(ranks: int, setup: str, vllm: bool) -> list[Part]:
     ]
 
 
-def _steps(ranks: int, setup: str, folder: Path, model: str) -> list[Part]:
+def _steps(ranks: int, setup: str, folder: Path, model: str, limit: int) -> list[Part]:
     """A tuned table, and the prefill steps that are planned with it. The longest steps of a large model run with a quarter of
     its layers, or they would take longer than a part may."""
     name, whole = model.lower(), read_config(model).layers
     table, small = folder / f"{setup}-tune-{name}.json", model == MODELS[0]
     tuning = _tokenweave(
-        f"tune --model {model} --tp {ranks} --max-tokens {LONGEST} --seconds 240 --time-limit {RANKS_LIMIT} --out OUT"
+        f"tune --model {model} --tp {ranks} --max-tokens {LONGEST} --seconds 240 --time-limit {limit - EARLIER} --out OUT"
     )
     found = [Part(table.stem, tuning)]
     for tokens, some in ((SHORT, whole), (LONG, whole), (LONGEST_ALONE, whole if small else whole // 4)):
         layers = min(some, _layers(model, ranks, MOST_GB))
-        words = f"bench latency --model {model} --tp {ranks} --tokens {tokens} --time-limit {RANKS_LIMIT} --json OUT"
+        words = (
+            f"bench latency --model {model} --tp {ranks} --tokens {tokens} --time-limit {limit - EARLIER} --json OUT"
+        )
         words += "" if layers == whole else f" --layers {layers}"
         words += "" if small and tokens == SHORT else " --sustain 0 --no-profile"
         of = name if layers == whole else f"{name}-{layers}-layers"
@@ -269,18 +274,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", default="", metavar="WORDS", help="parts whose names have one of these in them (comma)"
     )
     parser.add_argument("--gpu", default="h200", help="what the files are named after (default %(default)s)")
+    parser.add_argument("--limit", type=int, default=LIMIT, metavar="SECONDS", help="of a part (default %(default)s)")
     parser.add_argument("--multicast", action="store_true", help="leave NVLink multicast as it is")
     parser.add_argument("--dry-run", action="store_true", help="show the commands, vLLM's too, and run nothing")
     args = parser.parse_args(arguments)
+    if args.limit <= EARLIER:
+        parser.error(f"--limit {args.limit}; expected more than {EARLIER} seconds")
     vllm = args.dry_run or importlib.util.find_spec("vllm") is not None
     folder = args.folder.absolute()
-    listed = parts(args.ranks, folder, args.gpu, vllm=vllm, multicast=args.multicast)
+    listed = parts(args.ranks, folder, args.gpu, vllm=vllm, multicast=args.multicast, limit=args.limit)
     listed = [part for part in listed if any(word in part.name for word in args.only.split(","))]
     everywhere = {} if args.multicast else NO_MULTICAST
     if args.dry_run:
         print("".join(f"export {name}={value}\n" for name, value in everywhere.items()), end="")
         print("\n".join(_shown(part, folder) for part in listed))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is stopped too
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **everywhere, "PYTHONPATH": path}
@@ -290,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (folder / f"{part.name}.json").exists():
             print(f"{part.name}: is there", flush=True)
             continue
-        if failure := run(part, folder, environment):
+        if failure := run(part, folder, environment, args.limit):
             wrong.append(part.name)
         print(f"{part.name}: {failure or 'done'} ({time.monotonic() - began:.0f} s)", flush=True)
     return 1 if wrong else 0

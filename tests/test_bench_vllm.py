@@ -18,6 +18,7 @@ from tokenweave.bench.vllm.configurations import arguments_of, config_json, envi
 from tokenweave.bench.vllm.engine import prompt, steady_step
 from tokenweave.bench.vllm.process import EngineFailed, EngineProcess
 from tokenweave.bench.vllm.report import compare, finish, percentiles
+from tokenweave.bench.vllm.table import table
 from tokenweave.cli import bench_vllm
 from tokenweave.cli.main import main
 from tokenweave.doctor import vllm as doctor_vllm
@@ -387,6 +388,21 @@ def test_ratios_are_paired_only_where_rounds_are() -> None:
     assert loose["rows"][1]["speedup_over_default_low"] < 1.5
     assert loose["environment"]["while_measuring"]["sm_mhz"] == {"low": 1.0, "median": 2.0, "high": 3.0}
     assert percentiles([]) is None
+
+
+def test_the_published_table_is_what_the_result_says():
+    """Of the sizes that it shows; a run of the same command writes its own."""
+    result = json.loads(
+        (Path(__file__).parents[1] / "benchmarks" / "results" / "h200x2-vllm-llama-3.1-8b.json").read_text("utf-8")
+    )
+    made = table(result)
+    of = {row[0]: row for row in made["rows"]}
+    assert [of[row[0]] for row in result["table"]["rows"]] == result["table"]["rows"]
+    assert made["columns"] == result["table"]["columns"]
+    assert made["title"] == "Inside vLLM 0.26.0, Llama-3.1-8B, 2 GPUs"
+    assert made["note"].startswith("Paired: all engines")
+    stock = [row for row in result["rows"] if row["configuration"] != "tokenweave"]
+    assert table({**result, "rows": stock}) is None
 
 
 @pytest.mark.parametrize(

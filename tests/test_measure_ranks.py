@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import measure_ranks
@@ -96,7 +97,9 @@ def test_every_file_of_tests_that_takes_the_number_of_ranks_is_in_a_part():
 
 
 def test_parts_can_be_chosen_and_multicast_left_on(tmp_path):
-    lines = dry_run("4", str(tmp_path), "--only", "kernel-4096,70b", "--multicast", "--gpu", "b200")
+    lines = dry_run("4", str(tmp_path), "--only", "kernel-4096,70b", "--multicast", "--gpu", "b200", "--limit", "900")
+    limits = [words[words.index("--time-limit") + 1] for words in lines if "--time-limit" in words]
+    assert set(limits) == {"860"}
     assert not [words for words in lines if words[0] == "export"]
     assert all("b200x4-kernel-4096" in " ".join(words) or "llama-3.3-70b" in " ".join(words) for words in lines)
     assert all("--multicast" in words for words in lines if "vllm" in words)
@@ -166,6 +169,22 @@ def test_the_result_of_tests_is_what_passed_and_what_did_not(tmp_path):
     assert measure_ranks.run(Part("right", (*command, "-k", "right")), tmp_path, dict(os.environ)) is None
     skipped = Part("skipped", (*command, "-k", "elsewhere"))
     assert "no test ran" in measure_ranks.run(skipped, tmp_path, dict(os.environ))
+
+
+def test_a_script_that_is_told_to_stop_stops_its_part(tmp_path):
+    program = (
+        "import sys, measure_ranks as m; from pathlib import Path\n"
+        "m.parts = lambda *_, **__: [m.Part('p', (sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(100)'))]\n"
+        f"m.main(['4', {str(tmp_path)!r}])"
+    )
+    path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "src")])
+    script = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path})
+    log, deadline = tmp_path / "p.log", time.monotonic() + 60
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    script.terminate()
+    assert script.wait(30) == 143
+    assert "KeyboardInterrupt" in log.read_text()
 
 
 def test_what_is_there_is_not_run_again(tmp_path, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import numpy as np
 
 from tokenweave.bench.environment import machine_line
 from tokenweave.bench.timing import Estimate, median_estimate, ratio_estimate
+from tokenweave.bench.vllm.table import table
 
 STOCK = ("default", "best")
 UNITS = {"prefill": "tokens", "decode": "batch"}
@@ -46,7 +47,7 @@ def finish(
         else "not paired: the engines ran one after the other, so clocks and temperature differ between them too"
     )
     environment = {**result["environment"], "while_measuring": _clocks(result["clocks"])}
-    return {
+    finished = {
         **result,
         "environment": environment,
         "machine": _machine(environment, result),
@@ -54,6 +55,8 @@ def finish(
         "rows": rows + trace,
         "compared": compare(result["outputs"]),
     }
+    shown = table(finished)
+    return finished if shown is None else {**finished, "table": shown}
 
 
 def _row(phase: str, size: int, name: str, times: Mapping[str, Sequence[float]], paired: bool) -> dict[str, Any]:
