@@ -72,7 +72,7 @@ def _call(workspace: Workspace, **changes):
         ({"ctas": 257}, "ctas=257; expected 1 to 256"),
         ({"ctas": 4.0}, r"ctas=4.0; expected 1 to 256"),
         ({"cluster": 0}, "cluster=0; expected 1 or more, or None"),
-        ({"weight": None}, r"weight is None; expected \[16\]"),
+        ({"weight": None}, r"weight is None; expected a tensor \[16\]"),
         ({"layout": "scattered"}, "layout='scattered'; expected 'sharded' or 'replicated'"),
         ({"rows": torch.tensor([0.0])}, r"rows is \[1\] torch.float32 on cpu; expected \[n\] int64"),
         ({"rows": torch.tensor([[0]])}, r"rows is \[1, 1\]"),
@@ -85,6 +85,28 @@ def _call(workspace: Workspace, **changes):
         ({"out": torch.zeros(4, 16), "rows": torch.tensor([1])}, r"out is \[4, 16\] .*; expected \[1, 16\]"),
         ({"out": torch.zeros(4, 16, dtype=torch.float16)}, "out is .* torch.float16"),
         ({"out": torch.zeros(16, 4).T}, r"out has strides \(1, 4\)"),
+        ({"partial": None}, r"partial is None; expected a tensor \[tokens, 16\] torch.float32"),
+        ({"residual": 1.0}, r"residual is 1.0, a float; expected a tensor"),
+        ({"bias": 1.0}, r"bias is 1.0, a float; expected a tensor \[16\]"),
+        ({"rows": [0, 1]}, r"rows is \[0, 1\], a list; expected a tensor \[n\] int64"),
+        ({"row_count": 2}, r"row_count is 2, a int; expected a tensor \[1\] int32"),
+        ({"eps": None}, "eps=None; expected a number >= 0"),
+        ({"weight_offset": "1"}, "weight_offset='1'; expected a number"),
+        ({"weight": torch.nn.Parameter(torch.ones(16))}, "weight requires grad, and this has no backward"),
+        ({"bias": torch.nn.Parameter(torch.ones(16))}, "bias requires grad, and this has no backward"),
+        ({"partial": torch.tensor(1.0), "out_dtype": torch.float8_e4m3fn}, r"partial is \[\] torch.float32"),
+        (
+            {"scale": 0.5, "out": torch.zeros(4, 16).to(torch.float8_e4m3fn), "out_dtype": torch.float8_e4m3fn},
+            "scale is 0.5, a float; expected a tensor",
+        ),
+        (
+            {
+                "out": torch.zeros(76).to(torch.float8_e4m3fn).as_strided((4, 16), (8, 1)),
+                "out_scales": torch.zeros(4),
+                "out_dtype": torch.float8_e4m3fn,
+            },
+            r"out has strides \(8, 1\); its rows must not overlap",
+        ),
     ],
 )
 def test_a_broken_contract_is_refused_before_anything_is_written(workspace, changes, message):
@@ -150,6 +172,30 @@ def test_the_baseline_names_itself(workspace):
         allreduce_rmsnorm(torch.zeros(4, 16), torch.zeros(4, 16), torch.ones(8), 1e-5, workspace)
 
 
+def test_a_fork_is_told_that_the_workspace_is_not_its_own(workspace, monkeypatch):
+    monkeypatch.setattr(workspace, "process", workspace.process + 1)
+    with pytest.raises(CollectiveError, match=r"belongs to process \d+, of which this one \(\d+\) is a fork"):
+        _call(workspace)
+
+
+def test_weights_that_are_trained_elsewhere_are_taken_without_gradients(workspace):
+    with torch.no_grad():
+        _call(workspace, partial=workspace.buffer(4), weight=torch.nn.Parameter(torch.ones(16)))
+    assert not workspace.buffer(4).requires_grad
+    assert _call(workspace, partial=workspace.buffer(4))[0].shape == (4, 16)
+
+
+def test_memory_of_inference_mode():
+    with torch.inference_mode():
+        made = Workspace(None, max_tokens=8, hidden=16, dtype=torch.float32)
+        assert _call(made)[0].shape == (4, 16)
+        residual = torch.zeros(4, 16)
+    with made:
+        assert _call(made, partial=made.buffer(4))[0].shape == (4, 16)
+        with pytest.raises(CollectiveError, match=r"residual was made under torch.inference_mode\(\)"):
+            _call(made, residual=residual)
+
+
 def test_what_the_contract_allows_is_accepted(workspace):
     rows, scales = _call(workspace, eps=0.0, weight=torch.ones(16, dtype=torch.bfloat16), channel=1)
     assert rows.shape == (4, 16)
@@ -176,6 +222,9 @@ def test_what_the_contract_allows_is_accepted(workspace):
         ({"time_limit": float("inf")}, "time_limit=inf"),
         ({"time_limit": "20"}, "time_limit='20'; expected seconds"),
         ({"device": "cpux"}, "device='cpux': .*device"),
+        ({"device": 1.5}, "device='1.5': "),
+        ({"device": "meta"}, "device='meta': there is no memory on it"),
+        ({"max_tokens": 2**63}, "lower max_tokens"),
         (
             {"max_tokens": 10**13},
             r"no 1\.19e\+06 GiB on cpu for 2 regions .*max_tokens=10000000000000.*; lower max_tokens",
@@ -232,6 +281,7 @@ def test_ranks_that_make_different_workspaces_are_told_at_once_on_all(name, valu
         ({"hidden": 12}, "hidden=12; expected a multiple of 8"),
         ({"max_tokens": 10**13}, "lower max_tokens"),
         ({"device": "cpux"}, "device='cpux'"),
+        ({"device": 1.5}, "device='1.5'"),
         ({"transport": "p2p"}, "p2p needs NVIDIA GPUs"),
     ],
 )
@@ -264,6 +314,29 @@ def _of_another_group() -> str:
     return "made"
 
 
+@pytest.mark.parametrize("group", [[0, 1], "tp"])
+def test_a_group_is_a_group_that_is_there(group):
+    with pytest.raises(CollectiveError, match=r"group=.* torch.distributed is not initialised .*init_process_group"):
+        Workspace(group, max_tokens=8, hidden=16, dtype=torch.float32)
+
+
+def _stale() -> list[str]:
+    group, said = dist.new_group(), []
+    for wrong in ([0, 1], "tp"):
+        with pytest.raises(CollectiveError) as caught:
+            Workspace(wrong, max_tokens=8, hidden=16, dtype=torch.float32)
+        said.append(str(caught.value))
+    dist.destroy_process_group(group)
+    with pytest.raises(CollectiveError) as caught:
+        Workspace(group, max_tokens=8, hidden=16, dtype=torch.float32)
+    return [*said, str(caught.value)]
+
+
+def test_a_group_that_was_destroyed_has_no_workspace():
+    for said in run_ranks(2, _stale):
+        assert all("expected a torch.distributed.ProcessGroup that is not destroyed" in text for text in said)
+
+
 def test_a_rank_outside_the_group_has_no_workspace_of_it():
     made, refused = run_ranks(2, _of_another_group)
     assert made == "made"
@@ -275,7 +348,7 @@ def test_a_rank_outside_the_group_has_no_workspace_of_it():
 )
 def test_a_buffer_never_reaches_past_the_workspace(workspace, arguments):
     tokens, start = (*arguments, 0)[:2]
-    with pytest.raises(CollectiveError, match="raise max_tokens, or send fewer rows per step"):
+    with pytest.raises(CollectiveError, match="raise max_tokens or regions, or send fewer rows per step"):
         workspace.buffer(tokens, start=start)
 
 
@@ -304,3 +377,21 @@ def test_a_closed_workspace_says_so():
         _call(workspace)
     with pytest.raises(CollectiveError, match=f"no open workspace is called '{workspace.handle}'"):
         find(workspace.handle)
+
+
+@pytest.mark.parametrize("which", ["partial", "residual", "weight"])
+def test_compiled_code_has_no_gradients_either(which):
+    """A compiler does not run the checks of an eager call, and autograd would take the operation for the identity."""
+    tensors = {"partial": torch.randn(4, 16), "residual": torch.zeros(4, 16), "weight": torch.ones(16)}
+    tensors[which].requires_grad_()
+    with Workspace(None, max_tokens=4, hidden=16, dtype=torch.float32) as workspace:
+
+        def function(partial, residual, weight):
+            return fused_allreduce_rmsnorm(partial * 1.0, residual * 1.0, weight, 1e-5, workspace)[0] + 0.0
+
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match=f"{which} requires grad, and this has no backward"):
+            compiled(**tensors)
+        with torch.no_grad():
+            expected = function(**{name: tensor.detach() for name, tensor in tensors.items()})
+            assert torch.equal(compiled(**tensors), expected)

@@ -210,7 +210,7 @@ def test_errors_that_are_no_echo_stay_what_they_are() -> None:
         ),
         (
             RuntimeError("[/src/gloo/unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete"),
-            "rank 1 waited 5 minutes for a peer that did not come (Timed out waiting 300000ms for recv operation to complete); "
+            "rank 1 waited for a peer that did not come (Timed out waiting 300000ms for recv operation to complete); "
             "the peer's own output says why; start all ranks again",
         ),
         (

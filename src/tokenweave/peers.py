@@ -204,7 +204,7 @@ def _collective_error(rank: int, error: BaseException) -> CollectiveError:
     if _LOST.search(text):
         what = f"rank {rank} lost a peer"
     elif _LATE.search(text):
-        what = f"rank {rank} waited {_minutes(PEER_TIMEOUT)} for a peer that did not come"
+        what = f"rank {rank} waited for a peer that did not come"
     else:
         return CollectiveError(f"rank {rank}: communication between the ranks failed: {text}")
     return CollectiveError(f"{what} ({text}); the peer's own output says why; start all ranks again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,17 +153,15 @@ def failing_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[st
 def lost_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[str]:
     """A collective gives up in a step, as kernels do: that is seen before the next one. What two calls raise."""
     from tokenweave.errors import CollectiveError
-    from tokenweave.integrations.vllm import runtime as module
 
-    runtime, real, asked, raised = harness.model_of(llm).tokenweave, module.check, [], []
+    runtime, raised, asked = harness.model_of(llm).tokenweave, [], itertools.count(1)
 
-    def check(workspace: Any) -> None:
-        asked.append(workspace)
-        if len(asked) > 2:
+    def check() -> None:
+        if next(asked) > 2:
             raise CollectiveError("collective failed: a peer fell behind")
 
     runtime.use("woven")
-    module.check = check  # type: ignore[attr-defined]
+    runtime.workspace.check = check
     try:
         for _ in range(2):
             try:
@@ -170,7 +169,7 @@ def lost_step(llm: Any, prompts: list[list[int]], max_tokens: int) -> list[str]:
             except CollectiveError as error:
                 raised.append(str(error))
     finally:
-        module.check = real  # type: ignore[attr-defined]
+        del runtime.workspace.check
     return [*raised, str(runtime.off)]
 
 

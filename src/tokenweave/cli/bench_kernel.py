@@ -116,4 +116,5 @@ def _rounds(args: argparse.Namespace) -> int:
 
 
 def _tokens(args: argparse.Namespace) -> tuple[int, ...]:
-    return numbers("--tokens", args.tokens or (_QUICK if args.quick else _TOKENS))
+    default = _QUICK if args.quick else _TOKENS
+    return numbers("--tokens", default if args.tokens is None else args.tokens)

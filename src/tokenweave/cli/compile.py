@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.arch not in ARCHITECTURES:
         raise RequestError(f"--arch {args.arch!r}; expected one of {', '.join(ARCHITECTURES)}")
     ranks = _numbers("--ranks", args.ranks, range(2, 9))
-    hidden = _numbers("--hidden", args.hidden, range(8, 16385, 8)) if args.hidden else None
+    hidden = _numbers("--hidden", args.hidden, range(8, 16385, 8)) if args.hidden is not None else None
     dtypes = _dtypes(args.dtype)
     if args.jobs < 1:
         raise RequestError(f"--jobs {args.jobs}; expected 1 or more")
@@ -135,7 +135,7 @@ def _resources(kernel: Instantiation, arch: str) -> tuple[int, int, int]:
 
 def _numbers(option: str, text: str, allowed: range) -> list[int]:
     try:
-        numbers = [int(number) for number in text.split(",")]
+        numbers = list(dict.fromkeys(int(number) for number in text.split(",")))
     except ValueError:
         numbers = []
     if not numbers or not all(number in allowed for number in numbers):
@@ -147,7 +147,7 @@ def _numbers(option: str, text: str, allowed: range) -> list[int]:
 
 
 def _dtypes(text: str) -> list[str]:
-    names = [_DTYPES.get(name, name) for name in text.split(",")]
+    names = list(dict.fromkeys(_DTYPES.get(name, name) for name in text.split(",")))
     if not set(names) <= set(_DTYPES.values()):
         raise RequestError(f"--dtype {text!r}; expected some of {', '.join(_DTYPES)}, separated by commas")
     return names

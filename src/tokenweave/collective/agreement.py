@@ -49,9 +49,34 @@ def placed(device: torch.device | str) -> torch.device:
         CollectiveError: there is no such device here.
     """
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without it
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # the second where torch was built without it
         raise CollectiveError(f"Workspace: device={str(device)!r}: {str(error).splitlines()[0]}") from error
+    if found.type == "meta":
+        raise CollectiveError("Workspace: device='meta': there is no memory on it; expected 'cpu' or 'cuda'")
+    return found
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """(this process's rank in ``group``, below 0 outside of it, its ranks); (0, 1) where nothing is initialised.
+
+    Raises:
+        CollectiveError: it is no process group, or one that is not there any more.
+    """
+    if not dist.is_initialized():
+        if group is not None:
+            raise CollectiveError(
+                f"Workspace: group={group!r}, and torch.distributed is not initialised (not yet, or not any more): call "
+                "torch.distributed.init_process_group() first, or give None for a single rank"
+            )
+        return 0, 1
+    try:
+        return dist.get_rank(group), dist.get_world_size(group)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CollectiveError(
+            f"Workspace: group={group!r}: {str(error).splitlines()[0]}; expected a torch.distributed.ProcessGroup that is not "
+            "destroyed"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -73,7 +98,7 @@ def agreed(group: dist.ProcessGroup | None) -> Iterator[dict[str, object]]:
     mine: dict[str, object] = {}
     try:
         yield mine
-    except CollectiveError as error:
+    except Exception as error:
         with contextlib.suppress(CollectiveError):  # a lost peer need not be told
             _exchanged({"problem": str(error)}, None, group)
         raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Literal
 
 import torch
@@ -73,15 +74,43 @@ def check(op: str, call: Call) -> None:
         raise CollectiveError(f"{op}: {problem}")
 
 
+def check_shapes(op: str, call: Call) -> None:
+    """The part of :func:`check` that what is made for a call, such as its default results, may count on.
+
+    Raises:
+        CollectiveError: as of :func:`check`.
+    """
+    problem = _shape_problem(call) or _rows_problem(call)
+    if problem is not None:
+        raise CollectiveError(f"{op}: {problem}")
+
+
+NO_BACKWARD = "{} requires grad, and this has no backward: call it under torch.no_grad()"
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"{value!r}, a {type(value).__name__}"
+
+
 # Each gives the first thing that is wrong, or None. A sentence is made only where it is said: calls are as frequent as kernels.
 
 
 def _shape_problem(call: Call) -> str | None:
     """Of the batch, its residual, and the launch."""
     partial, residual, workspace, launch = call.partial, call.residual, call.workspace, call.launch
+    if not isinstance(workspace, Workspace):
+        return f"workspace is {_kind(workspace)}; expected a tokenweave.Workspace"
     hidden, dtype = workspace.hidden, workspace.dtype
     if workspace.closed:
         return f"{workspace.handle} is closed; create a new workspace"
+    if workspace.process != os.getpid():
+        return (
+            f"{workspace.handle} belongs to process {workspace.process}, of which this one ({os.getpid()}) is a fork, with no "
+            "place in the group; start processes anew (spawn) and create a workspace in each"
+        )
+    for name, tensor in (("partial", partial), ("residual", residual)):
+        if not isinstance(tensor, torch.Tensor):
+            return f"{name} is {_kind(tensor)}; expected a tensor [tokens, {hidden}] {dtype}"
     if not (partial.dim() == 2 and partial.shape[1] == hidden and partial.dtype == dtype):
         return f"partial is {list(partial.shape)} {partial.dtype}; this workspace takes [tokens, {hidden}] {dtype}"
     if partial.shape[0] > workspace.max_tokens:
@@ -113,22 +142,29 @@ def _vector_problem(call: Call) -> str | None:
     """Of the epilogue."""
     partial, epilogue, hidden = call.partial, call.epilogue, call.workspace.hidden
     for name, vector in (("weight", epilogue.weight), ("post_norm", epilogue.post_norm), ("bias", epilogue.bias)):
-        if vector is None:
-            if name == "weight":
-                return f"weight is None; expected [{hidden}] of the RMSNorm"
+        if vector is None and name != "weight":
             continue
+        if not isinstance(vector, torch.Tensor):
+            return f"{name} is {_kind(vector)}; expected a tensor [{hidden}]"
         if tuple(vector.shape) != (hidden,):
             return f"{name} has shape {list(vector.shape)}; expected [{hidden}]"
         if not vector.is_floating_point() or vector.device != partial.device:
             return f"{name} is {vector.dtype} on {vector.device}; expected floats on {partial.device}"
-    if not epilogue.eps >= 0:
-        return f"eps={epilogue.eps}; expected a number >= 0"
+        if vector.requires_grad and torch.is_grad_enabled():
+            return NO_BACKWARD.format(name)
+    if not (isinstance(epilogue.eps, Real) and epilogue.eps >= 0):
+        return f"eps={epilogue.eps!r}; expected a number >= 0"
+    if not isinstance(epilogue.weight_offset, Real):
+        return f"weight_offset={epilogue.weight_offset!r}; expected a number"
     return None
 
 
 def _rows_problem(call: Call) -> str | None:
     """Of the choice of rows."""
     partial, rows, row_count = call.partial, call.rows, call.row_count
+    for name, tensor, kind in (("rows", rows, "[n] int64"), ("row_count", row_count, "[1] int32")):
+        if not (tensor is None or isinstance(tensor, torch.Tensor)):
+            return f"{name} is {_kind(tensor)}; expected a tensor {kind} on {partial.device}"
     if rows is not None:
         if not (rows.dim() == 1 and rows.dtype == torch.int64 and rows.device == partial.device):
             return f"rows is {list(rows.shape)} {rows.dtype} on {rows.device}; expected [n] int64 on {partial.device}"
@@ -165,6 +201,8 @@ def _memory_problem(call: Call) -> str | None:
     for name, tensor, shape, kind in outputs:
         if tensor is None:
             continue
+        if not isinstance(tensor, torch.Tensor):
+            return f"{name} is {_kind(tensor)}; expected a tensor {list(shape)} {kind}"
         if not (tuple(tensor.shape) == shape and tensor.dtype == kind and tensor.device == partial.device):
             return (
                 f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}; expected {list(shape)} {kind} on "
@@ -172,13 +210,19 @@ def _memory_problem(call: Call) -> str | None:
             )
         if not (tensor.stride(-1) == 1 or tensor.numel() <= 1):
             return f"{name} has strides {tensor.stride()}; its rows must be contiguous"
-    for name, tensor in (("partial", partial), ("residual", residual), (outputs[0][0], out)):
+    rows_of = [("partial", partial), ("residual", residual), (outputs[0][0], out)]
+    if fp8 is not None:
+        rows_of.append(("out", fp8.rows))
+    for name, tensor in rows_of:
         if tensor is None:
             continue
         if tensor.shape[0] > 1 and tensor.stride(0) < hidden:
             return f"{name} has strides {tensor.stride()}; its rows must not overlap"
         if tensor.requires_grad and torch.is_grad_enabled():
-            return f"{name} requires grad, and this has no backward: call it under torch.no_grad()"
+            return NO_BACKWARD.format(name)
+        # Kernels of our own write what torch would not.
+        if call.workspace.transport == "torch" and tensor.is_inference() and not torch.is_inference_mode_enabled():
+            return f"{name} was made under torch.inference_mode(), where alone it may be written: call this there too"
     size = call.workspace.dtype.itemsize
     spans = [_span("partial", partial, hidden * size), _span("residual", residual, hidden * size)]
     if out is not None and not (call.rows is None and _is_same(out, partial)):

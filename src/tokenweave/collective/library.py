@@ -6,14 +6,16 @@ the partial sums, into ``out``, (sampled rows) into a new tensor, and quantised 
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
-from tokenweave.collective.call import Call, Launch, Layout
+from tokenweave.collective.call import NO_BACKWARD, Call, Launch, Layout
 from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.op import run
 from tokenweave.collective.workspace import find
+from tokenweave.errors import CollectiveError
 from tokenweave.stages import Epilogue
 
 _COMMON = (
@@ -77,11 +79,33 @@ def _new_fake(partial, residual, weight, post_norm, bias, rows, *rest):
     return partial.new_empty(n, partial.shape[1])
 
 
+def _without_backward(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor | None]:
+    """``op`` for tensors that may require grad. Compiled code comes here, where an eager call is refused by its checks; without this,
+    autograd would take the op for the identity."""
+
+    def run_op(*args: Any) -> torch.Tensor | None:
+        if torch.is_grad_enabled():
+            for argument, arg in zip(op._schema.arguments, args, strict=False):
+                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                    raise CollectiveError(f"fused_allreduce_rmsnorm: {NO_BACKWARD.format(argument.name)}")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return run_op
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("fused_allreduce_rmsnorm_", _in_place, _key)
     _library.impl("fused_allreduce_rmsnorm_out", _into, _key)
     _library.impl("fused_allreduce_rmsnorm", _new, _key)
     _library.impl("fused_allreduce_rmsnorm_fp8", _quantised, _key)
+for _name in (
+    "fused_allreduce_rmsnorm_",
+    "fused_allreduce_rmsnorm_out",
+    "fused_allreduce_rmsnorm",
+    "fused_allreduce_rmsnorm_fp8",
+):
+    _library.impl(_name, _without_backward(getattr(torch.ops.tokenweave, _name).default), "Autograd")
 torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_", lambda *a, **k: None, lib=_library)
 torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_out", lambda *a, **k: None, lib=_library)
 torch.library.register_fake("tokenweave::fused_allreduce_rmsnorm_fp8", lambda *a, **k: None, lib=_library)

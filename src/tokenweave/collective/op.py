@@ -6,10 +6,11 @@ import torch
 
 from tokenweave.collective import fp8 as quantisation
 from tokenweave.collective import torch_backend
-from tokenweave.collective.call import Call, Launch, Layout, check
+from tokenweave.collective.call import Call, Launch, Layout, check, check_shapes
 from tokenweave.collective.fp8 import Fp8
 from tokenweave.collective.workspace import Workspace
 from tokenweave.errors import CollectiveError
+from tokenweave.peers import lost_peer_is_told
 from tokenweave.stages import Epilogue
 
 
@@ -42,9 +43,9 @@ def fused_allreduce_rmsnorm(
     ``ctas``, ``layout`` and places in the workspace that differ are an error of the GPU transports at the first barrier; another
     ``channel`` is one after the time limit, another ``cluster`` none, and the contents of ``rows`` and ``row_count`` are not
     compared. A kernel that meets such an error, or waits in vain, ends with rows that are worth nothing, and cannot raise: the
-    next call of the workspace does, and ``workspace.check()``. The ``torch`` transport compares nothing: torch.distributed may end the process
-    (gloo, where a rank gets more bytes than it expects), wait until the group's timeout (another layout, or no rows on
-    one rank), or go on with wrong rows (as many, but other ``rows``).
+    next call of the workspace does, and ``workspace.check()``. The ``torch`` transport compares nothing: torch.distributed may
+    end the process (gloo, where a rank gets more bytes than it expects), wait until the group's timeout (another layout, or no
+    rows on one rank), or go on with wrong rows (as many, but other ``rows``; fp8 results or a bias on one rank alone).
 
     ``residual``, and a result that is not ``partial`` itself, share no memory with ``partial`` or each other.
 
@@ -110,6 +111,10 @@ def fused_allreduce_rmsnorm(
     elif scale is not None and out_scales is not None:
         raise CollectiveError("fused_allreduce_rmsnorm: scale and out_scales; rows have one static scale or their own")
     else:
+        if not torch.compiler.is_compiling():
+            check_shapes(
+                "fused_allreduce_rmsnorm", Call(partial, residual, epilogue, workspace, launch, rows, row_count)
+            )
         n = partial.shape[0] if rows is None else rows.shape[0]
         if scale is None and out_scales is None:
             out_scales = workspace.scales(n)
@@ -129,7 +134,8 @@ def run(call: Call) -> torch.Tensor:
     """:func:`fused_allreduce_rmsnorm` behind its argument list: checks, then the workspace's transport."""
     check("fused_allreduce_rmsnorm", call)
     if call.workspace.transport == "torch":
-        return torch_backend.fused(call)
+        with lost_peer_is_told(call.workspace.rank):
+            return torch_backend.fused(call)
     from tokenweave.collective import cuda_backend
 
     return cuda_backend.fused(call)
@@ -157,4 +163,5 @@ def allreduce_rmsnorm(
     """
     epilogue = Epilogue(weight, eps, has_residual, post_norm, weight_offset, bias)
     check("allreduce_rmsnorm", Call(partial, residual, epilogue, workspace, Launch(), rows))
-    return torch_backend.sequential(partial, residual, epilogue, workspace, rows)
+    with lost_peer_is_told(workspace.rank):
+        return torch_backend.sequential(partial, residual, epilogue, workspace, rows)

@@ -97,7 +97,7 @@ def _wrong(workspace: Workspace, case: _Case, seed: int) -> str | None:
     ours = torch.Generator().manual_seed(1000 * seed)
 
     def normal(*shape: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
 
     start = normal(case.tokens, hidden, generator=mine)
     residuals = [normal(case.tokens, hidden, generator=ours)]

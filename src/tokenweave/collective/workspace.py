@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tokenweave.collective import fp8
-from tokenweave.collective.agreement import agreed, check_arguments, placed
+from tokenweave.collective.agreement import agreed, check_arguments, place_in, placed
 from tokenweave.collective.symmetric import Symmetric, allocate
 from tokenweave.errors import CollectiveError
 from tokenweave.switches import multicast_switched_off
@@ -50,8 +50,10 @@ class Workspace:
         transport: ``"torch"``, ``"p2p"``, ``"multimem"`` or ``"multimem-emulated"``: which implementation runs. A GPU
             transport has passed its self-test (:mod:`tokenweave.collective.selftest`).
         reason: why that one.
-        rank, world_size: within ``group``.
+        rank, world_size: within ``group``. process: id of the process that made it, of which no fork may use it.
         collectives, bytes_sent, copies: counters since creation; copies of whole batches into or out of the staging.
+
+    A workspace that is not closed is kept until the process ends, since captured graphs know its memory by address alone.
 
     Raises:
         CollectiveError: arguments out of range or not those of the other ranks, no memory, a group without this rank, a
@@ -76,8 +78,8 @@ class Workspace:
         self.group = group
         self.max_tokens, self.hidden, self.dtype = max_tokens, hidden, dtype
         self.channels, self.regions, self.fp8_regions = channels, regions, fp8_regions
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.process = os.getpid()
+        self.rank, self.world_size = place_in(group)
         if self.rank < 0:
             raise CollectiveError(
                 f"Workspace: rank {dist.get_rank()} of the job is not in the group that it was given; the group's own ranks "
@@ -132,7 +134,7 @@ class Workspace:
         if tokens < 0 or start < 0 or start + tokens > self.max_tokens or not 0 <= region < self.regions:
             raise CollectiveError(
                 f"Workspace.buffer: rows {start}..{start + tokens} of region {region}; this workspace has "
-                f"{self.regions} regions of {self.max_tokens} rows: raise max_tokens, or send fewer rows per step"
+                f"{self.regions} regions of {self.max_tokens} rows: raise max_tokens or regions, or send fewer rows per step"
             )
         return self._data[region, start : start + tokens]
 
@@ -154,9 +156,12 @@ class Workspace:
         if self._fp8 is None or self._scales is None:
             raise CollectiveError(f"Workspace.{what}: this workspace is closed; create a new one")
         if tokens < 0 or start < 0 or start + tokens > self.max_tokens or not 0 <= region < self.fp8_regions:
+            advice = "raise max_tokens, or send fewer rows per step"
+            if region >= self.fp8_regions:
+                advice = f"create it with fp8_regions={region + 1} or more"
             raise CollectiveError(
                 f"Workspace.{what}: rows {start}..{start + tokens} of region {region}; this workspace has "
-                f"{self.fp8_regions} fp8 regions of {self.max_tokens} rows: create it with fp8_regions={region + 1} or more"
+                f"{self.fp8_regions} fp8 regions of {self.max_tokens} rows: {advice}"
             )
         rows = slice(start, start + tokens)
         return self._fp8[region, rows], self._scales[region, rows]
@@ -208,6 +213,7 @@ class Workspace:
                 return tensor.data_ptr() - self._data.data_ptr()
         return None
 
+    @torch.inference_mode(False)  # or its memory could be written in that mode alone
     def _set_up_gpus(self, asked: str) -> bool:
         """Symmetric memory, and the first transport that works on it; the ``torch`` transport if none does. Whether one is refused."""
         from tokenweave.collective import selftest
@@ -255,14 +261,15 @@ class Workspace:
             same["device"] = self.device
         return True
 
+    @torch.inference_mode(False)
     def _allocate(self) -> None:
         """The ``torch`` transport's memory: nobody else's to reach, so it has no staging."""
         shape = (self.max_tokens, self.hidden)
         try:
             self._data = torch.zeros(self.regions, *shape, dtype=self.dtype, device=self.device)
             self._fp8 = torch.zeros(self.fp8_regions, *shape, dtype=fp8.DTYPE, device=self.device)
-            self._scales = torch.zeros(self.fp8_regions, self.max_tokens, device=self.device)
-        except RuntimeError as error:
+            self._scales = torch.zeros(self.fp8_regions, self.max_tokens, dtype=torch.float32, device=self.device)
+        except (RuntimeError, OverflowError, TypeError) as error:
             self._release()
             size = self.max_tokens * self.hidden * (self.regions * self.dtype.itemsize + self.fp8_regions)
             raise CollectiveError(
