@@ -250,33 +250,88 @@ def test_replayed_steps_equal_eager_ones(model, without_gpu):
     engine.close()
 
 
-def test_graphs_are_bounded_in_number_and_memory(model, without_gpu):
+@contextlib.contextmanager
+def _bounded(model, max_graphs, mebibytes):
+    """Step graphs within bounds, and what runs steps of so many rows -> how many of them were replays."""
     engine = make_engine(model, max_batch_tokens=96, cache_rows=256)
-    step_graphs = StepGraphs(
-        engine._stages, engine.workspace, engine._residual, engine._overlap, 128, max_graphs=3, max_bytes=3 << 20
-    )
+    parts = engine._stages, engine.workspace, engine._residual, engine._overlap
+    step_graphs = StepGraphs(*parts, 128, max_graphs=max_graphs, max_bytes=mebibytes << 20)
 
     def run(*sizes):
-        """Rows of steps -> how many of them were replays."""
         before = step_graphs.replays
         for rows in sizes:
             step_graphs.forward([Chunk(0, 0, (1,) * rows, 0, True)], Plan(Mode.SEQUENTIAL))
+            assert step_graphs.bytes <= mebibytes << 20
         return step_graphs.replays - before
 
-    assert run(3, 3, 5, 5, 3, 20) == 3
-    assert (step_graphs.graphs, step_graphs.bytes) == (2, 2 << 20)
-    assert run(40) == 0  # a fourth bucket: 5 rows were not used for longest
-    assert run(3) == 1
-    assert run(5) == 0
-    assert run(5, 3) == 2
-    assert run(20) == 0  # it had given way to 5 rows
-    assert step_graphs.graphs == 2
-    assert run(20) == 1
-    assert step_graphs.bytes == 3 << 20
-    assert run(96) == 0  # at the bound of the memory all go
-    assert (step_graphs.graphs, step_graphs.bytes) == (0, 0)
-    assert run(96, 3, 3) == 2
+    yield step_graphs, run
+    step_graphs.close()
     engine.close()
+
+
+def test_graphs_are_bounded_in_number(model, without_gpu):
+    with _bounded(model, 3, 3) as (step_graphs, run):
+        assert run(3, 3, 5, 5, 3, 20) == 3
+        assert (step_graphs.graphs, step_graphs.bytes) == (2, 2 << 20)
+        assert run(40) == 0  # a fourth bucket: 5 rows were not used for longest
+        assert run(3) == 1
+        assert run(5) == 0
+        assert run(5, 3) == 2
+        assert run(20) == 0  # it had given way to 5 rows
+        assert step_graphs.graphs == 2
+        assert run(20) == 1
+        assert step_graphs.bytes == 3 << 20
+        assert run(96) == 0
+        assert step_graphs.graphs == 2
+        step_graphs.close()
+        assert (step_graphs.graphs, step_graphs.bytes) == (0, 0)
+        assert run(96, 96, 3, 3) == 2
+
+
+def test_the_memory_is_bounded_at_every_capture(model, without_gpu, caplog):
+    """Also where all buckets were made before the first capture."""
+    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80)
+    with _bounded(model, 128, 3) as (step_graphs, run):
+        assert run(*sizes) == 0
+        assert run(*sizes) == 10
+        assert (step_graphs.graphs, step_graphs.bytes) == (3, 3 << 20)
+        assert caplog.messages == ["step graphs take 3 MiB: those not used for longest give way"]
+        assert run(64, 80) == 2  # they are held
+        assert run(1) == 0  # it gave way, and begins again
+        assert run(1, 80) == 2
+        assert run(48) == 0  # its graph was the oldest
+        assert step_graphs.eager == 12
+
+
+def test_a_step_whose_graph_is_too_large_runs_launch_by_launch(model, without_gpu, caplog):
+    """Beside what others left in the pool it is tried again alone; a graph that does not fit alone is not."""
+    captures, capture = [], StepGraphs._capture
+
+    def large(self, step):
+        """The pool has 1 MiB; 32 rows take 2 MiB more of one that others have used. Launches of 64 rows take 5 MiB."""
+        captures.append(step.bucket.rows)
+        if step.bucket.rows == 32 and self._pool_bytes:
+            self._pool_bytes += 2 << 20
+        elif not self._pool_bytes:
+            self._pool_bytes = 1 << 20
+        capture(self, step)
+        if step.bucket.rows == 64:
+            step.bytes = 5 << 20
+
+    with mock.patch.object(StepGraphs, "_capture", large), _bounded(model, 128, 3) as (step_graphs, run):
+        assert run(8, 8) == 1
+        assert (step_graphs.graphs, step_graphs.bytes) == (1, 2 << 20)
+        assert run(32, 32) == 0
+        assert (step_graphs.graphs, step_graphs.bytes) == (0, 0)
+        assert run(32, 32) == 2
+        assert (step_graphs.graphs, step_graphs.bytes) == (1, 2 << 20)
+        assert run(64, 64) == 0  # beside the other one's pool
+        assert run(64, 64, 64) == 0
+        assert captures == [8, 32, 32, 64, 64]
+        assert caplog.messages[1:] == [
+            "a sequential step of 64 rows runs launch by launch: its graph takes 6 MiB, more than all may (3 MiB)"
+        ]
+        assert run(8, 8, 64, 8) == 2
 
 
 def _counting(partial, residual, weight, eps, workspace, **options):

@@ -125,6 +125,8 @@ class _Step:
         splits: over the buffer; copied for every walk.
         overlap: runs the collectives.
         outputs: per split, [sampled, hidden] of the graph.
+        bytes: of GPU memory that the graph's launches take.
+        warm: it has run once. refused: it gets no graph, because one does not fit into the memory.
         collectives, bytes_sent: of one replay.
     """
 
@@ -138,6 +140,7 @@ class _Step:
     outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
     bytes: int = 0
     warm: bool = False
+    refused: bool = False
     collectives: int = 0
     bytes_sent: int = 0
 
@@ -152,7 +155,7 @@ class StepGraphs:
         max_length: of any sequence.
 
     Attributes:
-        replays, eager: steps that ran as a graph, and that filled a bucket for the first time.
+        replays, eager: steps that ran as a graph, and launch by launch in a bucket's buffers.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(workspace.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
+        self._told_full = False
 
     @property
     def graphs(self) -> int:
@@ -203,21 +207,21 @@ class StepGraphs:
             return None
         step = self._steps.get(bucket)
         if step is None:
-            self._make_room()
+            if len(self._steps) >= self._max_graphs:
+                self._drop(next(iter(self._steps)))
             step = self._steps[bucket] = self._new(bucket, plan)
         self._steps.move_to_end(bucket)
         self._fill(step, ranges)
-        if step.warm:
-            if step.graph is None:
-                self._capture(step)
-            assert step.graph is not None
+        if step.warm and step.graph is None and not step.refused:
+            self._capture_in_bounds(step)
+        if step.graph is not None:
             step.graph.replay()
             self._workspace.collectives += step.collectives
             self._workspace.bytes_sent += step.bytes_sent
             self.replays += 1
             outputs = step.outputs
         else:
-            outputs = self._first(step)
+            outputs = self._launched(step)
         return torch.cat([out[: len(given.sampled)] for out, given in zip(outputs, ranges, strict=True)])
 
     def close(self) -> None:
@@ -225,8 +229,7 @@ class StepGraphs:
         if self._steps:
             torch.cuda.synchronize(self._workspace.device)
             self._steps.clear()
-            torch.cuda.empty_cache()
-        self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), 0
+        self._new_pool()
 
     def _new(self, bucket: Bucket, plan: Plan) -> _Step:
         workspace, device = self._workspace, self._workspace.device
@@ -270,7 +273,7 @@ class StepGraphs:
             return rows
         return [final.index_select(0, sampled) for final, sampled in zip(rows, step.gather, strict=True)]
 
-    def _first(self, step: _Step) -> list[torch.Tensor]:
+    def _launched(self, step: _Step) -> list[torch.Tensor]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         before = self._workspace.collectives, self._workspace.bytes_sent
@@ -283,9 +286,35 @@ class StepGraphs:
         self.eager += 1
         return outputs
 
+    def _capture_in_bounds(self, step: _Step) -> None:
+        """Captures the step, if that leaves the memory within its bound; graphs that were not used for longest give way.
+
+        What a graph takes is known only once it is there: beforehand, room is made for as much as the largest one took. Where
+        it does not fit although all others are gone, it goes too, with the pool that they left behind. The step has another
+        try at its next run, in a pool of its own; if it does not fit then, it runs launch by launch for good.
+        """
+        torch.cuda.synchronize(self._workspace.device)
+        self._make_room(max(each.bytes for each in self._steps.values()), step)
+        if alone := not self.graphs:
+            self._new_pool()
+        self._capture(step)
+        self._make_room(0, step)
+        if self.bytes <= self._max_bytes:
+            log.debug("captured a %s step of %d rows", step.bucket.mode, step.bucket.rows)
+            return
+        if alone:
+            log.warning(
+                "a %s step of %d rows runs launch by launch: its graph takes %d MiB, more than all may (%d MiB)",
+                step.bucket.mode,
+                step.bucket.rows,
+                self.bytes >> 20,
+                self._max_bytes >> 20,
+            )
+        step.graph, step.outputs, step.bytes, step.refused = None, [], 0, alone
+        self._new_pool()
+
     def _capture(self, step: _Step) -> None:
         workspace = self._workspace
-        torch.cuda.synchronize(workspace.device)
         free, reserved = torch.cuda.mem_get_info(workspace.device)[0], torch.cuda.memory_reserved(workspace.device)
         counted = workspace.collectives, workspace.bytes_sent
         with capturing(self._stream, self._pool) as graph:
@@ -295,20 +324,23 @@ class StepGraphs:
         pool = torch.cuda.memory_reserved(workspace.device) - reserved
         self._pool_bytes += pool
         step.bytes = max(0, free - torch.cuda.mem_get_info(workspace.device)[0] - pool)
-        log.debug(
-            "captured a %s step of %d rows: %d graphs, %d MiB",
-            step.bucket.mode,
-            step.bucket.rows,
-            self.graphs,
-            self.bytes >> 20,
-        )
 
-    def _make_room(self) -> None:
-        """Drops the bucket that was not used for longest if there are too many. At the bound of the memory all of them
-        go, because the pool that they share shrinks only with the last."""
-        if self.bytes >= self._max_bytes:
-            log.warning("step graphs took %d MiB: all of them are dropped", self.bytes >> 20)
-            self.close()
-        elif len(self._steps) >= self._max_graphs:
-            torch.cuda.synchronize(self._workspace.device)  # it may still run
-            self._steps.popitem(last=False)
+    def _make_room(self, room: int, keep: _Step) -> None:
+        """Drops buckets with graphs, but not ``keep``, until ``room`` bytes are left; the least recently used first."""
+        for bucket, step in list(self._steps.items()):
+            if self.bytes + room <= self._max_bytes:
+                return
+            if step.graph is not None and step is not keep:
+                if not self._told_full:
+                    log.warning("step graphs take %d MiB: those not used for longest give way", self.bytes >> 20)
+                    self._told_full = True
+                self._drop(bucket)
+
+    def _drop(self, bucket: Bucket) -> None:
+        torch.cuda.synchronize(self._workspace.device)  # it may still run
+        del self._steps[bucket]
+
+    def _new_pool(self) -> None:
+        """Gives back the pool that the graphs' activations shared, which shrinks only when none of them is left."""
+        torch.cuda.empty_cache()
+        self._pool, self._pool_bytes = torch.cuda.graph_pool_handle(), 0
