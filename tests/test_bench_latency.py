@@ -59,6 +59,17 @@ class _Stream:
         pass
 
 
+class _Free:
+    """Of 16 MiB, 3 go with every capture."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, device):
+        self.calls += 1
+        return (13 if self.calls % 2 == 0 else 16) << 20, 16 << 20
+
+
 class WallClock:
     stream = _Stream()
 
@@ -126,6 +137,7 @@ def _bench(path, sweep, sustain, tokens):
             "current_stream": _Stream,
             "stream": lambda stream: contextlib.nullcontext(),
             "Event": _Event,
+            "mem_get_info": _Free(),
         },
         sequential: {"_symmetric_rows": lambda *args: None, "_fusion": lambda *args: None},
         record: {"Recorder": _Recorder},
@@ -179,6 +191,8 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tokens, tmp_pa
         assert row["host_ms"]["eager"] > 0
         assert row["host_ms_per_layer"]["eager"] == pytest.approx(row["host_ms"]["eager"] / result["config"]["layers"])
         assert row["power_w"] == 500
+        assert row["graph"] == {"mib": 3, "capture_s": row["graph"]["capture_s"]}
+        assert 0 <= row["graph"]["capture_s"] < 1
         energy = row["sustained"]["energy"]
         assert energy == {
             "watts": pytest.approx([480] * 2),
@@ -215,6 +229,10 @@ def test_every_mode_is_measured_and_agrees_with_sequential(sweep, tokens, tmp_pa
     report = text(result)
     assert "of the sequential step: communication" in report
     assert "best single mode / auto" in report
+    assert "graphs, memory and time of the capture on rank 0: sequential 3 MiB, 0.0 s, fused 3 MiB" in report
+    for row in rows:
+        del row["graph"]
+    assert "graphs, memory" not in text(result), "results without it are read"
     assert "chosen in 10 paired rounds, shown by 20 others" in report
     assert "woven" in report
     assert "H200" in report

@@ -37,7 +37,9 @@ def test_the_first_pass_chooses_and_the_second_gives_the_figures():
     assert finals.chosen["sequential"].name == "torch"
     assert list(finals.chosen) == ["sequential", "fused", "auto"]
     assert finals.best_single == "fused", "it is better by more than chance: the first pass was wrong of sequential"
-    measured = Measured(64, 1, 1, finals, _Any({}), _Any(None), dict.fromkeys(("power_w", "sm_mhz")), _Any(None))
+    measured = Measured(
+        64, 1, 1, finals, _Any({}), _Any(None), _Any({}), dict.fromkeys(("power_w", "sm_mhz")), _Any(None)
+    )
     rows = {row["mode"]: row for row in rows_of(measured)}
     assert rows["sequential"]["ms"] == pytest.approx(0.101)
     assert rows["fused"]["speedup"]["value"] == pytest.approx(101 / 95.2, abs=0.01)

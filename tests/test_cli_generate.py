@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from tokenweave.cli import generate
 from tokenweave.cli.main import main
 from tokenweave.engine import build as engine_build
 from tokenweave.engine import local
+from tokenweave.engine.graphs import GraphRecord
 from tokenweave.errors import RankDied
 from tokenweave.llm import Token
 
@@ -82,6 +84,17 @@ def test_cli_prints_the_text_and_then_a_table(model):
     assert rows["decode plan"].strip() == "fused x 3"
     assert set(rows) >= {"time to first token", "tokens/s", "prefill step", "decode step"}
     assert "collectives" in rows["decode step"]
+
+
+def test_the_table_says_what_the_step_graphs_take():
+    output = SimpleNamespace(
+        outputs=[SimpleNamespace(token_ids=[1, 2])],
+        prompt_token_ids=[3],
+        metrics=SimpleNamespace(total_ms=100.0, ttft_ms=50.0),
+    )
+    shown = generate.summary([output], [], GraphRecord(12, 1340.4, 2.06))
+    assert shown.splitlines()[-1] == "step graphs          12 in 1,340 MiB, captured in 2.1 s"
+    assert "step graphs" not in generate.summary([output], [])
 
 
 @pytest.mark.parametrize(

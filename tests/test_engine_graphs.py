@@ -20,7 +20,7 @@ from tokenweave.engine import build, graphs
 from tokenweave.engine import engine as engine_module
 from tokenweave.engine.batch import Chunk, row_range_of, rows_of
 from tokenweave.engine.build import EngineArgs
-from tokenweave.engine.graphs import MAX_ROWS, TILE, StepGraphs, bucket_of, bucket_rows, fill_bucket
+from tokenweave.engine.graphs import MAX_ROWS, TILE, GraphRecord, StepGraphs, bucket_of, bucket_rows, fill_bucket
 from tokenweave.engine.split_buffer import PADDING, SplitShape, packed_inputs
 from tokenweave.models import llama, load_model
 from tokenweave.models.attention import attend
@@ -301,6 +301,41 @@ def test_the_memory_is_bounded_at_every_capture(model, without_gpu, caplog):
         assert run(1, 80) == 2
         assert run(48) == 0  # its graph was the oldest
         assert step_graphs.eager == 12
+
+
+def test_what_graphs_take_is_told_at_each_doubling_and_at_the_end(model, without_gpu, caplog):
+    caplog.set_level("INFO", graphs.__name__)
+    with _bounded(model, 128, 16) as (step_graphs, run):
+        assert step_graphs.record == GraphRecord(0, 0.0, 0.0)
+        for rows in (1, 2, 4, 8, 16, 24, 32):
+            run(rows, rows, rows)
+        assert run(1, 2, 4) == 3
+        seconds = step_graphs.capture_seconds
+        assert seconds > 0
+        assert step_graphs.record == GraphRecord(7, 7.0, seconds)
+    told = [message.split(", captured in ")[0] for message in caplog.messages]
+    assert told == [f"step graphs: {count} in {count} MiB" for count in (1, 2, 4, 7)]
+    assert caplog.messages[-1] == f"step graphs: 7 in 7 MiB, captured in {seconds:.1f} s"
+
+
+def _sequential_on_rank(path):
+    """What each rank's log says of sequential steps, and whether they ran as graphs."""
+    engine = make_engine(path, max_batch_tokens=96, cache_rows=256)
+    chunks, said = [Chunk(0, 0, (1,) * 3, 0, True)], []
+    with replaced_gpu(), mock.patch.object(graphs.log, "warning", said.append):
+        step_graphs = StepGraphs(engine._stages, engine.workspace, engine._residual, engine._overlap, 128)
+        engine.workspace.transport = "p2p"
+        ran = [step_graphs.forward(chunks, Plan(Mode.SEQUENTIAL)) for _ in range(3)]
+        engine.workspace.transport = "torch"
+    engine.close()
+    return ran, said
+
+
+def test_sequential_steps_of_several_ranks_say_once_that_they_are_no_graphs(model):
+    (ran, (said,)), other = run_ranks(2, _sequential_on_rank, model)
+    assert ran == [None] * 3
+    assert said.startswith("sequential steps of several ranks run launch by launch")
+    assert other == (ran, [])
 
 
 def test_a_step_whose_graph_is_too_large_runs_launch_by_launch(model, without_gpu, caplog):

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenweave.engine.build import EngineArgs
 from tokenweave.engine.engine import Finished, StepRecord
+from tokenweave.engine.graphs import GraphRecord
 from tokenweave.engine.local import LocalRank, Ranks, under_torchrun
 from tokenweave.engine.processes import RankProcesses
 from tokenweave.engine.sampling import SamplingParams
@@ -105,6 +106,7 @@ class LLM:
     Attributes:
         args: the :class:`EngineArgs`.
         steps: records of the steps of the last :meth:`generate`.
+        graph_record: what rank 0's step graphs take of its GPU; None where steps do not run as graphs.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -166,6 +168,10 @@ class LLM:
     @property
     def steps(self) -> list[StepRecord]:
         return self._open().steps
+
+    @property
+    def graph_record(self) -> GraphRecord | None:
+        return self._open().graph_record
 
     def generate(
         self,

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params, on_token=on_token)
         else:
             outputs = llm.generate(prompts, params, on_token=on_token)
-        steps = llm.steps
+        steps, graphs = llm.steps, llm.graph_record
     if not speaks:
         return 0
     if args.json:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         for prompt, output in zip(prompts, outputs, strict=True):
             print(f">>> {prompt}\n{output.outputs[0].text}\n")
     sys.stdout.flush()
-    print(summary(outputs, steps), file=sys.stderr)
+    print(summary(outputs, steps, graphs), file=sys.stderr)
     return 0
 
 
@@ -119,12 +119,12 @@ def _printer() -> Iterator[Callable[[Token], None]]:
         raise
 
 
-def summary(outputs: Sequence[Any], steps: Sequence[Any]) -> str:
+def summary(outputs: Sequence[Any], steps: Sequence[Any], graphs: Any = None) -> str:
     """The table after the text: what was generated, how fast, and how the steps were run.
 
     Args:
         outputs: RequestOutputs of one call.
-        steps: its StepRecords.
+        steps: its StepRecords. graphs: the GraphRecord, or None.
     """
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     prompt_tokens = sum(len(o.prompt_token_ids) for o in outputs)
@@ -144,6 +144,8 @@ def summary(outputs: Sequence[Any], steps: Sequence[Any]) -> str:
             collectives = sum(s.collectives for s in chosen) / len(chosen)
             kibibytes = sum(s.bytes_sent for s in chosen) / len(chosen) / 1024
             rows.append((f"{kind} step", f"{collectives:.0f} collectives, {kibibytes:,.1f} KiB sent by rank 0"))
+    if graphs is not None:
+        rows.append(("step graphs", str(graphs)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

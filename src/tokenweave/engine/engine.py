@@ -16,7 +16,7 @@ import torch
 
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import Chunk, rows_of, splits_of
-from tokenweave.engine.graphs import StepGraphs
+from tokenweave.engine.graphs import GraphRecord, StepGraphs
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.sampling import sample
 from tokenweave.engine.scheduler import NewRequest, Request, Scheduler
@@ -206,6 +206,11 @@ class Engine:
         collective = collective_of(plan, rows_of(chunks), self.workspace)
         rows = run_stages(self._stages, splits, collective, self.workspace, overlap)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    @property
+    def graph_record(self) -> GraphRecord | None:
+        """What the step graphs take; None without."""
+        return None if self.graphs is None else self.graphs.record
 
     def close(self) -> None:
         """Releases threads, graphs and the workspace; idempotent."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,6 +146,23 @@ class _Step:
     bytes_sent: int = 0
 
 
+@dataclass(frozen=True)
+class GraphRecord:
+    """What one rank's step graphs take.
+
+    Attributes:
+        count: graphs that are held. mib: of GPU memory that they take.
+        capture_s: seconds of all captures, also of graphs that gave way since.
+    """
+
+    count: int
+    mib: float
+    capture_s: float
+
+    def __str__(self) -> str:
+        return f"{self.count} in {self.mib:,.0f} MiB, captured in {self.capture_s:.1f} s"
+
+
 class StepGraphs:
     """The graphs of one rank's engine.
 
@@ -156,6 +174,7 @@ class StepGraphs:
 
     Attributes:
         replays, eager: steps that ran as a graph, and launch by launch in a bucket's buffers.
+        captures, capture_seconds: graphs that were ever made, and the time that took.
     """
 
     def __init__(
@@ -170,6 +189,8 @@ class StepGraphs:
     ) -> None:
         self.replays = 0
         self.eager = 0
+        self.captures = 0
+        self.capture_seconds = 0.0
         self._stages, self._workspace, self._residual = stages, workspace, residual
         self._overlap = overlap
         self._max_length, self._max_graphs, self._max_bytes = max_length, max_graphs, max_bytes
@@ -177,7 +198,8 @@ class StepGraphs:
         self._stream = torch.cuda.Stream(workspace.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
-        self._told_full = False
+        self._told_full = self._told_sequential = False
+        self._told_captures = 0
 
     @property
     def graphs(self) -> int:
@@ -189,6 +211,10 @@ class StepGraphs:
         """GPU memory of the pool that their activations share, and of their launches."""
         return self._pool_bytes + sum(step.bytes for step in self._steps.values())
 
+    @property
+    def record(self) -> GraphRecord:
+        return GraphRecord(self.graphs, self.bytes / 2**20, self.capture_seconds)
+
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], plan: Plan) -> torch.Tensor | None:
         """Runs a step.
@@ -199,7 +225,8 @@ class StepGraphs:
         if self._workspace.transport == "torch" and self._workspace.world_size > 1:
             return None  # it splits rows on the host
         if plan.mode is Mode.SEQUENTIAL and self._workspace.world_size > 1:
-            return None  # graphs that hold NCCL's kernels keep a process group from ending
+            self._tell_of_sequential()
+            return None
         edges = [0, rows_of(chunks)] if plan.split is None else [0, plan.split, rows_of(chunks)]
         ranges = [row_range_of(chunks, *pair) for pair in itertools.pairwise(edges)]
         bucket = bucket_of(ranges, plan, self._residual.shape[0], self._max_length)
@@ -226,6 +253,7 @@ class StepGraphs:
 
     def close(self) -> None:
         """Drops all graphs and their memory, once the GPU is done with them; idempotent."""
+        self._tell()
         if self._steps:
             torch.cuda.synchronize(self._workspace.device)
             self._steps.clear()
@@ -297,10 +325,14 @@ class StepGraphs:
         self._make_room(max(each.bytes for each in self._steps.values()), step)
         if alone := not self.graphs:
             self._new_pool()
+        began = time.perf_counter()
         self._capture(step)
+        self.capture_seconds += time.perf_counter() - began
+        self.captures += 1
         self._make_room(0, step)
         if self.bytes <= self._max_bytes:
-            log.debug("captured a %s step of %d rows", step.bucket.mode, step.bucket.rows)
+            if self.captures >= 2 * self._told_captures:  # each doubling: not a line a graph
+                self._tell()
             return
         if alone:
             log.warning(
@@ -312,6 +344,19 @@ class StepGraphs:
             )
         step.graph, step.outputs, step.bytes, step.refused = None, [], 0, alone
         self._new_pool()
+
+    def _tell_of_sequential(self) -> None:
+        if not self._told_sequential and self._workspace.rank == 0:
+            log.warning(
+                "sequential steps of several ranks run launch by launch, with NCCL's all-reduce: a graph that holds its kernels "
+                "keeps a process group from ending. `tokenweave bench latency` compares with sequential steps in graphs"
+            )
+        self._told_sequential = True
+
+    def _tell(self) -> None:
+        if self.captures > self._told_captures:
+            log.info("step graphs: %s", self.record)
+            self._told_captures = self.captures
 
     def _capture(self, step: _Step) -> None:
         workspace = self._workspace

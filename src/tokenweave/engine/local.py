@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tokenweave.engine.build import EngineArgs, build_engine
 from tokenweave.engine.engine import Engine, StepRecord, TokenEvent, close_all
+from tokenweave.engine.graphs import GraphRecord
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RequestError
 from tokenweave.models.attention_choice import ATTENTION_VARIABLE, asked_attention
@@ -26,6 +27,10 @@ class Ranks(Protocol):
     @property
     def steps(self) -> list[StepRecord]:
         """Rank 0's records of the steps of the last :meth:`generate`; complete once that is exhausted."""
+
+    @property
+    def graph_record(self) -> GraphRecord | None:
+        """What rank 0's step graphs took after the last :meth:`generate`; None without."""
 
     def generate(self, requests: Sequence[NewRequest]) -> Iterator[list[TokenEvent]]:
         """Serves requests to the end; yields each step's events.
@@ -100,6 +105,10 @@ class LocalRank:
     @property
     def steps(self) -> list[StepRecord]:
         return self._open().steps
+
+    @property
+    def graph_record(self) -> GraphRecord | None:
+        return self._open().graph_record
 
     def generate(self, requests: Sequence[NewRequest]) -> Iterator[list[TokenEvent]]:
         """As :meth:`Ranks.generate`.

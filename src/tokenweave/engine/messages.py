@@ -5,7 +5,7 @@ From the parent: a :class:`WorkerArgs`, then lists of requests, then None to end
 - ``"progress"``, parts of the model loaded, parts in all (rank 0);
 - ``"ready"``;
 - ``"events"``, a step's events (rank 0);
-- ``"done"``, the steps' records (rank 0; else an empty list);
+- ``"done"``, the steps' records (rank 0; else an empty list), the graphs' record;
 - ``"refused"``, message: these requests can never be served; the rank goes on;
 - ``"failed"``, a :class:`Failure`: the rank ends.
 """

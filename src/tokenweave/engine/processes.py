@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tokenweave import errors
 from tokenweave.engine.build import EngineArgs
 from tokenweave.engine.engine import StepRecord, TokenEvent
+from tokenweave.engine.graphs import GraphRecord
 from tokenweave.engine.messages import Failure, WorkerArgs
 from tokenweave.engine.scheduler import NewRequest
 from tokenweave.errors import RankDied, RequestError
@@ -50,7 +51,7 @@ class RankProcesses:
 
     Attributes:
         processes: by rank.
-        steps: as :class:`tokenweave.engine.local.Ranks`.
+        steps, graph_record: as :class:`tokenweave.engine.local.Ranks`.
 
     Raises:
         TokenWeaveError: what a rank raised while it loaded, once.
@@ -62,6 +63,7 @@ class RankProcesses:
         from tokenweave.models.loading import progress_bar
 
         self.steps: list[StepRecord] = []
+        self.graph_record: GraphRecord | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[connection.Connection] = []
         self._stderr: list[_Stderr] = []
@@ -95,7 +97,7 @@ class RankProcesses:
                 if message[0] == "events":
                     yield message[1]
                 elif rank == 0:
-                    self.steps = message[1]
+                    self.steps, self.graph_record = message[1:]
         except RequestError:
             raise
         except BaseException:  # also Ctrl-C and GeneratorExit: the ranks are in the middle of something

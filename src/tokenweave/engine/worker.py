@@ -75,7 +75,7 @@ def _generate(engine: Engine, requests: list[NewRequest], connection: Connection
     except RequestError as error:
         connection.send(("refused", str(error)))
         return
-    connection.send(("done", engine.steps if rank == 0 else []))
+    connection.send(("done", engine.steps if rank == 0 else [], engine.graph_record))
 
 
 def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:

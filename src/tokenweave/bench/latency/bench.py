@@ -213,7 +213,9 @@ class LatencyBench:
         variants = list(self._variants(tokens))
         for entry in self._result["sweep"][noted:]:
             entry["tokens"] = tokens
-        graphs = {variant.key: self._captured(variant) for variant in variants}
+        graphs, taken = {}, {}
+        for variant in variants:
+            graphs[variant.key], taken[variant.key] = self._measured_capture(variant)
         host = {variant.key: host_ms(variant, graphs[variant.key], self._group) for variant in variants}
         errors = self._errors(variants, tokens)
         for graph in graphs.values():
@@ -235,7 +237,7 @@ class LatencyBench:
         shown = {mode: variant for mode, variant in finals.chosen.items() if mode != "compute"}
         sustained = {mode: self._sustained(graphs[v.key], finals.times[v.key]) for mode, v in shown.items()}
         layers = self._model.config.layers
-        measured = Measured(tokens, layers, self._replays, finals, host, errors, clocks, sustained)
+        measured = Measured(tokens, layers, self._replays, finals, host, errors, taken, clocks, sustained)
         self._result["rows"] += rows_of(measured)
         self._result["finalists"] += finalist_rows(tokens, among, finals.times)
         self._chosen[tokens] = shown
@@ -264,13 +266,20 @@ class LatencyBench:
         self._say(f"profiled ({time.monotonic() - began:.1f} s)")
 
     def _captured(self, variant: Variant) -> torch.cuda.CUDAGraph:
-        """Runs once on the stream that captures: libraries set themselves up there, and kernels are compiled."""
+        return self._measured_capture(variant)[0]
+
+    def _measured_capture(self, variant: Variant) -> tuple[torch.cuda.CUDAGraph, dict[str, float]]:
+        """The graph, and what it takes (:class:`Measured`). Before, the step runs once on the stream that captures: libraries set
+        themselves up there, and kernels are compiled."""
         self._clock.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._clock.stream):
             variant.walk()
         torch.cuda.synchronize()
         self._workspace.check()
-        return self._clock.capture(variant.walk, 1)
+        free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
+        graph = self._clock.capture(variant.walk, 1)
+        seconds = time.monotonic() - began
+        return graph, {"mib": (free - torch.cuda.mem_get_info(self._device)[0]) / 2**20, "capture_s": seconds}
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
         return self._clock.replay(graph, lambda: None, self._replays)

@@ -20,7 +20,8 @@ class Measured:
     Attributes:
         layers: that were measured. replays: of the step in a sample, one after the other.
         finals: mode -> the variant that is shown, and the times, on the slowest rank.
-        host, errors: by the variant's key.
+        host, errors: by the variant's key. graphs: by it too, what the step's graph takes on this rank: ``mib`` of GPU memory
+            (the pool of its activations and its launches), and ``capture_s``, the seconds of its capture.
         clocks: during the rounds that are shown. sustained: mode -> as :func:`tokenweave.bench.latency.measure.sustained`, or None.
     """
 
@@ -30,6 +31,7 @@ class Measured:
     finals: Finals
     host: Mapping[str, dict[str, float]]
     errors: Mapping[str, float | None]
+    graphs: Mapping[str, dict[str, float]]
     clocks: dict[str, Any]
     sustained: Mapping[str, dict[str, Any] | None]
 
@@ -73,6 +75,7 @@ def _row(measured: Measured, mode: str) -> dict[str, Any]:
         "host_ms": measured.host[variant.key],
         "host_ms_per_layer": {how: ms / measured.layers for how, ms in measured.host[variant.key].items()},
         "error": measured.errors[variant.key],
+        "graph": measured.graphs[variant.key],
         "power_w": draw and draw["median"],
         "sm_mhz": speed and speed["median"],
         "limits": seen.get("limits"),
@@ -207,6 +210,7 @@ def text(result: dict[str, Any]) -> str:
                 f"{row['tokens']:>6} best single mode / auto: {mode} / auto {ratio['value']:.3f} "
                 f"[{ratio['low']:.3f}, {ratio['high']:.3f}]"
             )
+    lines += _graph_lines(result["rows"])
     refused = [row for row in result["rows"] if row["sustained"] and row["sustained"]["energy"]["refused"]]
     if refused:
         first = refused[0]
@@ -216,6 +220,17 @@ def text(result: dict[str, Any]) -> str:
         )
     lines += [f"WRONG: {wrong}" for wrong in result["wrong"]]
     return "\n".join(line for line in lines if line)
+
+
+def _graph_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line a size, with what each mode's graph takes; none of results without."""
+    lines = []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        found = [(row["mode"], row["graph"]) for row in rows if row["tokens"] == tokens and row.get("graph")]
+        if found:
+            each = ", ".join(f"{mode} {graph['mib']:,.0f} MiB, {graph['capture_s']:.1f} s" for mode, graph in found)
+            lines.append(f"{tokens:>6} graphs, memory and time of the capture on rank 0: {each}")
+    return lines
 
 
 def _line(row: dict[str, Any]) -> str:
