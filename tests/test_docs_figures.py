@@ -564,6 +564,40 @@ def test_what_is_said_of_hosts_norms_and_modes_alone():
     assert all(round(shown[n][1], 2) < aim for n, aim in against.items())
 
 
+def test_what_sm_targets_are_worth_is_said():
+    """docs/sm-budgets.md, "Targets"."""
+    text, gemms = _words("docs", "sm-budgets.md"), ("qkv", "o", "gate_up", "down")
+    us: dict[int, dict[str, dict[int | None, float]]] = {}
+    for row in json.loads((RESULTS / "h200x2-sm-budget.json").read_text("utf-8"))["held"]:
+        if (row["blocks"], row["cluster"], row["library"], row["green"]) == (8, 2, "cublas", False):
+            us.setdefault(row["rows"], {}).setdefault(row["gemm"], {})[row["target"]] = row["us"]
+    sizes = (512, 1024, 2048, 4096)
+    less = {rows: [100 * (1 - us[rows][name][120] / us[rows][name][124]) for name in gemms] for rows in sizes}
+    assert "qkv by {:.0f} %, o by {:.0f}, gate_up by {:.0f} and down by {:.0f} %".format(*less[4096]) in text
+    qkv, o, gate_up, down = less[2048]
+    said = f"qkv and gate_up are, by {qkv:.0f} and {gate_up:.0f} %, while o and down are slower, by {-o:.0f} and {-down:.0f} %."
+    assert said in text
+    assert max(abs(change) for rows in (512, 1024) for change in less[rows]) < 2.1
+    lower = [100 * (us[r][g][t] / us[r][g][124] - 1) for r in sizes for g in gemms for t in (116, 112, 104)]
+    assert f"costs up to {max(lower):.0f} % more than 124 does, or gains at most {-min(lower):.0f} %" in text
+    more = [us[rows][name][128] / us[rows][name][None] for rows in sizes for name in gemms]
+    assert 1.04 < max(abs(ratio - 1) + 1 for ratio in more) < 1.05
+
+    def off(names: tuple[str, ...], target: int | None = None) -> str:
+        """Percent that the best target, or one for all, takes off the sum, by rows."""
+        gains = []
+        for rows in sizes:
+            best = sum(min(us[rows][g].values()) if target is None else us[rows][g][target] for g in names)
+            gains.append(100 * (1 - best / sum(us[rows][g][124] for g in names)))
+        return "{:.1f}, {:.1f}, {:.1f} and {:.1f} %".format(*gains)
+
+    assert f"would take {off(gemms)} off the sum of a layer's four GEMMs" in text
+    assert f"qkv and gate_up, which most schemes limit, {off(('qkv', 'gate_up'))}; " in text
+    assert f"120 for all of them {off(gemms, 120)} off the four" in text
+    low, high = min(less[4096]), max(less[4096])
+    assert f"make GEMMs of 4096 rows {low:.0f} to {high:.0f} % faster" in _words("docs", "gpu-execution.md")
+
+
 def test_what_woven_steps_lose_to_the_reference():
     text = _words("docs", "gpu-execution.md")
     held = {

@@ -55,4 +55,8 @@ def test_every_condition_has_its_place_in_a_table(measure):
     assert "sm-budget-order" not in measure.tables({**result, "slots": []})
     assert len(tables["sm-budget-ways"]["rows"]) == len(tables["sm-budget-order"]["rows"]) == 2
     assert len(tables["sm-budget-launches"]["rows"]) == len(measure.LAUNCHES)
-    assert tables["sm-budget-targets"]["rows"][0][0] == "none"
+    assert tables["sm-budget-targets"]["columns"] == [
+        *("GEMM", "rows", "alone"),
+        *("none", "128", "124", "120", "116", "112", "104"),
+    ]
+    assert len(tables["sm-budget-targets"]["rows"]) == 2

@@ -87,18 +87,16 @@ def _launches(result: dict[str, Any]) -> dict[str, Any]:
 def _targets(result: dict[str, Any]) -> dict[str, Any]:
     """SM targets beside the usual collective."""
     blocks, cluster = result["config"]["usual"]
-    rows = _shown(result)
     usual = {"blocks": blocks, "cluster": cluster, "library": "cublas", "green": False}
     targets = {row["target"] for row in result["held"] if all(row[name] == value for name, value in usual.items())}
     ordered = [None, *sorted((target for target in targets if target is not None), reverse=True)]
-    shapes = [(gemm, alone) for gemm, of, alone in _shapes(result) if of == rows]
     return {
-        "title": f"GEMMs of {rows} rows beside a collective of {blocks} blocks in clusters of {cluster}, by their SM target",
-        "columns": ["target", *(gemm for gemm, _ in shapes)],
+        "title": f"GEMMs beside a collective of {blocks} blocks in clusters of {cluster}, by their SM target",
+        "columns": ["GEMM", "rows", "alone", *("none" if target is None else str(target) for target in ordered)],
         "rows": [
-            ["none" if target is None else target]
-            + [_cell(_find(result, gemm, rows, **usual, target=target), alone) for gemm, alone in shapes]
-            for target in ordered
+            [gemm, rows, alone]
+            + [_cell(_find(result, gemm, rows, **usual, target=target), alone) for target in ordered]
+            for gemm, rows, alone in _shapes(result)
         ],
         "note": _NOTE,
     }
