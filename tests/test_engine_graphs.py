@@ -19,8 +19,9 @@ from tokenweave.collective import fused_allreduce_rmsnorm
 from tokenweave.engine import build, graphs
 from tokenweave.engine import engine as engine_module
 from tokenweave.engine.batch import Chunk, row_range_of, rows_of
+from tokenweave.engine.buckets import MAX_ROWS, TILE, bucket_of, bucket_rows, fill_bucket
 from tokenweave.engine.build import EngineArgs
-from tokenweave.engine.graphs import MAX_ROWS, TILE, GraphRecord, StepGraphs, bucket_of, bucket_rows, fill_bucket
+from tokenweave.engine.graphs import GraphRecord, StepGraphs
 from tokenweave.engine.split_buffer import PADDING, SplitShape, packed_inputs
 from tokenweave.models import llama, load_model
 from tokenweave.models.attention import attend
@@ -419,7 +420,7 @@ def test_the_packed_inputs_say_what_the_sequences_say():
     assert packed.query_starts.tolist() == [0, 2, 3, 3]
     assert packed.cache_starts.tolist()[:2] == [10, 40]
     assert packed.lengths.tolist() == [7, 31, 0]
-    assert graphs.bucket_of([rows], Plan(Mode.FUSED), 64, 64).splits[0].max_queries == 2
+    assert bucket_of([rows], Plan(Mode.FUSED), 64, 64).splits[0].max_queries == 2
 
 
 def _fused_like_the_kernels(counts, partial, residual, weight, eps, workspace, *, rows, row_count, **options):

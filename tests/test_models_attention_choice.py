@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenweave.engine.graphs import bucket_rows
+from tokenweave.engine.buckets import bucket_rows
 from tokenweave.errors import RequestError
 from tokenweave.models import attention_choice, attention_cuda, attention_flash
 from tokenweave.models.attention_choice import differs, expected, pick

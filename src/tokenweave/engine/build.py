@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tokenweave.collective import Workspace
 from tokenweave.engine.batch import Chunk, rows_of
+from tokenweave.engine.buckets import fill_bucket
 from tokenweave.engine.engine import Engine, Model
-from tokenweave.engine.graphs import fill_bucket
 from tokenweave.engine.kv_cache import KVCache
 from tokenweave.engine.scheduler import Scheduler
 from tokenweave.engine.text import Decoder
