@@ -290,6 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(_shown(part, folder) for part in listed))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is stopped too
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which parts would ignore if a shell's background made this one do so
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **everywhere, "PYTHONPATH": path}
