@@ -128,7 +128,8 @@ def test_a_part_that_ends_leaves_its_file(tmp_path):
         (f"{WRITES}; import time; time.sleep(100)", "longer than 2 s"),
     ],
 )
-def test_a_part_that_fails_or_takes_too_long_is_kept_apart(tmp_path, program, wrong):
+def test_a_part_that_fails_or_takes_too_long_is_kept_apart(tmp_path, monkeypatch, program, wrong):
+    monkeypatch.setattr(measure_ranks, "PATIENCE", 1.0)  # tests may run where SIGINT is ignored
     assert wrong in measure_ranks.run(_part(program), tmp_path, {}, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part.failed.json", "part.log"]
     assert measure_ranks.run(_part(WRITES), tmp_path, {}) is None
