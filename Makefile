@@ -17,13 +17,17 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 # One thread a process: the demo and the tests run several processes on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-vllm lint format docs clean
+.PHONY: demo test pytest test-vllm lint format docs clean
 
 demo: .venv/.ready
 	@model=$$(.venv/bin/python scripts/fetch_smollm2.py) && \
 	.venv/bin/tokenweave generate --model "$$model" --tp 2 --chat --max-tokens 128 --prompt "$(PROMPT)"
 
-test: lint
+# Types are checked on one core while tests wait for each other on the other.
+test: .venv-test/.ready
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: .venv-test/.ready
 	.venv-test/bin/python -m pytest
 
 test-vllm: .venv-vllm/.ready
