@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenweave.collective import Workspace, allreduce_rmsnorm, fused_allreduce_rmsnorm
     from tokenweave.engine.sampling import SamplingParams
+    from tokenweave.errors import (
+        CollectiveError,
+        CudaError,
+        ModelError,
+        ProfileError,
+        RankDied,
+        RequestError,
+        TokenWeaveError,
+    )
     from tokenweave.execution import collective_of
     from tokenweave.llm import LLM, CompletionOutput, RequestOutput, Token
     from tokenweave.overlap import CpuThread, CudaStream
@@ -22,18 +31,25 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "CollectiveError",
     "CompletionOutput",
     "CpuThread",
+    "CudaError",
     "CudaStream",
     "Epilogue",
     "Mode",
+    "ModelError",
     "Plan",
     "Planner",
+    "ProfileError",
+    "RankDied",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "Split",
     "Stage",
     "Token",
+    "TokenWeaveError",
     "Workspace",
     "allreduce_rmsnorm",
     "collective_of",
@@ -43,18 +59,25 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
+    "CollectiveError": "errors",
     "CompletionOutput": "llm",
     "CpuThread": "overlap",
+    "CudaError": "errors",
     "CudaStream": "overlap",
     "Epilogue": "stages",
     "Mode": "planning",
+    "ModelError": "errors",
     "Plan": "planning",
     "Planner": "planning",
+    "ProfileError": "errors",
+    "RankDied": "errors",
+    "RequestError": "errors",
     "RequestOutput": "llm",
     "SamplingParams": "engine.sampling",
     "Split": "stages",
     "Stage": "stages",
     "Token": "llm",
+    "TokenWeaveError": "errors",
     "Workspace": "collective",
     "allreduce_rmsnorm": "collective",
     "collective_of": "execution",
