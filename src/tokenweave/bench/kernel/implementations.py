@@ -164,7 +164,7 @@ def _ours(fixture: Fixture) -> Prepared:
             owned_rows(tokens, f.rank, f.ranks),
             ctas=blocks,
             rows_per_cta=-(-rows_per_rank(tokens, f.ranks) // blocks),
-            after=lambda: workspace.check(),
+            after=workspace.check,
         )
 
     def one_shot(tokens: int) -> Implementation:
@@ -177,7 +177,7 @@ def _ours(fixture: Fixture) -> Prepared:
             "fused",
             range(tokens),
             rows_per_cta=1,
-            after=lambda: workspace.check(),
+            after=workspace.check,
         )
 
     def quantised(plain: Implementation, wire: float, **launch: Any) -> list[Implementation]:
