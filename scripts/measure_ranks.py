@@ -32,17 +32,12 @@ from typing import Any
 
 from tokenweave.models import read_config
 from tokenweave.simulation.memory import weight_bytes
+from tokenweave.switches import NO_MULTICAST
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 600  # seconds of a part
 EARLIER = 40  # seconds before it benchmarks end their ranks themselves, and say where they were
 PATIENCE = 20  # seconds for a part that is told to stop
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
-}
 MODELS = ("Llama-3.1-8B", "Llama-3.3-70B", "Qwen2.5-72B", "Mixtral-8x22B")
 HIDDEN = (4096, 8192)
 ROWS = ",".join(str(2**n) for n in range(16))

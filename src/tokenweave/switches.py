@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",  # FlashInfer's other one makes multicast objects
+}
+"""Variables with which nobody uses NVLink multicast: neither TokenWeave nor NCCL, PyTorch, NVSHMEM or vLLM."""
+
 
 def switched_on(environment: Mapping[str, str], name: str) -> bool:
     """Whether a variable is set to anything but ``0``, ``false`` or nothing."""

@@ -12,6 +12,7 @@ from tokenweave.errors import RequestError
 from tokenweave.files import write_whole
 from tokenweave.models.config import ModelConfig, builtin_names, read_config
 from tokenweave.models.hf_config import ARCHITECTURES, read_json
+from tokenweave.switches import NO_MULTICAST
 
 CONFIGURATIONS = {
     "default": "stock vLLM as it starts by itself",
@@ -24,13 +25,7 @@ _STOCK_GRAPHS = 512  # tokens: vLLM's own limit for graphs
 _DECODE_TILE = 64  # rows of queries x heads up to which FlashAttention-3 takes its tile for decoding
 _MOST_REQUESTS = 1024  # vLLM's default on large GPUs
 
-# Without multicast, and without kernels that FlashInfer would build for minutes at the first use.
-_NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",  # FlashInfer's other one makes multicast objects
-}
+# Without kernels that FlashInfer would build for minutes at the first use.
 _EVERYWHERE = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -48,7 +43,7 @@ def environment_of(name: str, base: Mapping[str, str], multicast: bool) -> dict[
         multicast: whether NCCL, torch and vLLM may make multicast objects.
     """
     switch = ("force" if base.get("TOKENWEAVE", "").casefold() == "force" else "1") if name == "tokenweave" else "0"
-    return {**_EVERYWHERE, **base, **({} if multicast else _NO_MULTICAST), "TOKENWEAVE": switch}
+    return {**_EVERYWHERE, **base, **({} if multicast else NO_MULTICAST), "TOKENWEAVE": switch}
 
 
 def named_variables(environment: Mapping[str, str]) -> dict[str, str]:
